@@ -1,0 +1,1 @@
+"""What api and worker share: tables, states, placement, artifact storage, queue names."""

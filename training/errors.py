@@ -1,0 +1,67 @@
+"""The errors that the engine tells to people; every other room derives from the same family."""
+
+from typing import Any, Literal
+
+Fault = Literal["data", "config", "capacity", "infrastructure", "bug"]
+
+
+class BurnishError(Exception):
+    """A failure that is told to a person: what was wrong, where, and what to do.
+
+    `param` is the JSON path of the field at fault, `code` a stable word that is listed in the docs.
+    """
+
+    code = "internal_error"
+    fault: Fault = "bug"
+    retryable = False
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "message": self.message,
+            "param": self.param,
+            "fault": self.fault,
+            "retryable": self.retryable,
+        }
+
+
+class SpecError(BurnishError):
+    """A field of the job that the caller can mend."""
+
+    code = "invalid_value"
+    fault: Fault = "config"
+
+
+class DataError(BurnishError):
+    """A row of a data file that the caller can mend; the message begins with its place."""
+
+    code = "invalid_data"
+    fault: Fault = "data"
+
+
+class ModelError(BurnishError):
+    """A base model that is missing, unreadable, or not fit for the job."""
+
+    code = "invalid_model"
+    fault: Fault = "config"
+
+
+class CapacityError(BurnishError):
+    """The device does not hold what the job needs."""
+
+    code = "out_of_memory"
+    fault: Fault = "capacity"
+
+
+class TrainingError(BurnishError):
+    """The run itself went wrong, such as a loss that is not finite."""
+
+    code = "training_failed"
+    fault: Fault = "config"

@@ -1,0 +1,74 @@
+"""What a host has: its GPUs, found through the driver's own library and not through torch, and its CPU."""
+
+import os
+from typing import Literal
+
+import psutil
+import pynvml
+from pydantic import BaseModel, ConfigDict
+
+
+class Gpu(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    index: int
+    name: str
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+
+    @property
+    def has_bf16(self) -> bool:
+        """NVIDIA chips compute in bf16 from Ampere (compute capability 8.0) on."""
+        return self.compute_capability >= (8, 0)
+
+
+class Hardware(BaseModel):
+    """The devices that a run may use."""
+
+    model_config = ConfigDict(frozen=True)
+
+    gpus: tuple[Gpu, ...] = ()
+    cpu_cores: int
+    memory_bytes: int
+
+    @property
+    def kind(self) -> Literal["cuda", "cpu"]:
+        return "cuda" if self.gpus else "cpu"
+
+
+def find_hardware() -> Hardware:
+    """The GPUs that this process may use (`CUDA_VISIBLE_DEVICES` is kept to) and the CPU cores given to it."""
+    return Hardware(
+        gpus=tuple(_visible(_list_gpus())),
+        cpu_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+    )
+
+
+def _list_gpus() -> list[Gpu]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [_describe_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _describe_gpu(index: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    name = pynvml.nvmlDeviceGetName(handle)
+    return Gpu(
+        index=index,
+        name=name if isinstance(name, str) else name.decode(),
+        memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+        compute_capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+    )
+
+
+def _visible(gpus: list[Gpu]) -> list[Gpu]:
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        return gpus
+    return [gpu for gpu in gpus if str(gpu.index) in asked.split(",")]

@@ -1,0 +1,350 @@
+"""What will run: every `auto` of a spec resolved, each by a published rule, with the reason beside the number."""
+
+import math
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from training.errors import SpecError
+from training.hardware import Hardware
+from training.spec import Hyperparameters, JobSpec, Steps
+
+GIB = 2**30
+DEFAULT_SEED = 0
+DEFAULT_WARMUP_RATIO = 0.03
+MAX_TOKENS_PER_FORWARD = 8192
+"""Where a GPU is busy with rows of usual models; more rows in one pass cost memory and gain little."""
+
+
+class _Fact(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class ModelFacts(_Fact):
+    """What the plan has to know of the base model; `*_parameters` are counts."""
+
+    family: str
+    hidden_size: int
+    layers: int
+    vocabulary: int
+    parameters: int
+    trained_parameters: int
+    context_tokens: int | None
+
+
+class Counts(_Fact):
+    """Rows of the training file. `dropped` holds those without a trained token too, which `masked` counts alone."""
+
+    rows: int
+    trained_rows: int
+    truncated: int = 0
+    dropped: int = 0
+    masked: int = 0
+
+
+class DataFacts(_Fact):
+    """What the plan has to know of the data: `longest_tokens` and `longest_trained_tokens` are of one row."""
+
+    counts: Counts
+    longest_tokens: int
+    longest_trained_tokens: int
+    tokens: int
+    trained_tokens: int
+    validation_rows: int = 0
+
+
+class Memory(_Fact):
+    """A forecast of the device's memory by part, in bytes."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.__dict__.values())
+
+
+class Plan(_Fact):
+    """A run with no `auto` left. `reasons` says for each number that was automatic where it comes from."""
+
+    plan_version: Literal[1] = 1
+    device: Literal["cuda", "cpu"]
+    ranks: int
+    seed: int
+    steps: int
+    steps_per_epoch: int
+    n_epochs: float
+    batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    learning_rate: float
+    lr_scheduler: Literal["cosine", "linear", "constant"]
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    optimizer: Literal["adamw"]
+    max_seq_len: int
+    truncation: Literal["error", "drop", "truncate"]
+    train_on: Literal["assistant", "last", "all"]
+    eval_steps: int | None
+    "None where there is no validation file."
+    save_steps: int
+    precision: Literal["fp32", "bf16"]
+    gradient_checkpointing: bool
+    attention: Literal["sdpa", "eager"]
+    parameters: int
+    trained_parameters: int
+    memory: Memory
+    counts: Counts
+    reasons: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.model_dump(mode="json"), "memory_total_bytes": self.memory.total_bytes}
+
+
+def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFacts) -> Plan:
+    """Resolve a spec. Pure: the same arguments give the same plan.
+
+    Raises:
+        SpecError: what was asked cannot run on this hardware, with what can.
+    """
+    why: dict[str, str] = {}
+    asked = spec.hyper
+    device = _device(spec, hardware)
+    precision = _precision(spec, hardware, device, why)
+    max_seq_len = make_max_seq_len(spec, model.context_tokens, data.longest_tokens, why)
+    rows = data.counts.trained_rows
+    batch = _batch_size(asked, rows, why)
+    micro, checkpointing = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
+    epochs, steps, steps_per_epoch = _length(asked, rows, batch, why)
+    return Plan(
+        device=device,
+        ranks=1,
+        seed=DEFAULT_SEED if spec.seed is None else spec.seed,
+        steps=steps,
+        steps_per_epoch=steps_per_epoch,
+        n_epochs=epochs,
+        batch_size=batch,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=batch // micro,
+        learning_rate=_learning_rate(spec, model, why),
+        lr_scheduler=asked.lr_scheduler,
+        warmup_steps=_warmup_steps(asked, steps, why),
+        weight_decay=asked.weight_decay,
+        max_grad_norm=asked.max_grad_norm,
+        optimizer=asked.optimizer,
+        max_seq_len=max_seq_len,
+        truncation=asked.truncation,
+        train_on=asked.train_on,
+        eval_steps=_every("eval_steps", asked.eval_steps, steps, why) if data.validation_rows else None,
+        save_steps=_every("save_steps", asked.save_steps, steps, why),
+        precision=precision,
+        gradient_checkpointing=checkpointing,
+        attention=_attention(spec, why),
+        parameters=model.parameters,
+        trained_parameters=model.trained_parameters,
+        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing),
+        counts=data.counts,
+        reasons=why,
+    )
+
+
+def make_max_seq_len(
+    spec: JobSpec, context_tokens: int | None, longest_tokens: int | None = None, why: dict[str, str] | None = None
+) -> int:
+    """The longest row that is trained: what was asked, else what the model's context and the data allow."""
+    asked = spec.hyper.max_seq_len
+    if asked != "auto":
+        if context_tokens is not None and asked > context_tokens:
+            param = f"{spec.hyperparameters_path}.max_seq_len"
+            raise SpecError(f"{param}: {asked} is more than the {context_tokens} tokens of the model", param=param)
+        return asked
+    if why is not None:
+        why["max_seq_len"] = "the longest row, at most the model's context"
+    limits = [limit for limit in (context_tokens, longest_tokens) if limit is not None]
+    return min(limits) if limits else 2**31
+
+
+def forecast_memory(
+    spec: JobSpec,
+    precision: str,
+    model: ModelFacts,
+    data: DataFacts,
+    max_seq_len: int,
+    micro_batch_size: int,
+    gradient_checkpointing: bool,
+) -> Memory:
+    """Bytes by part on the device.
+
+    Model states as in ZeRO (Rajbhandari et al. 2020, section 3.1): what is trained is kept in fp32 with its gradient and
+    Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations as in Korthikanti et al. 2022,
+    section 4.1: 34 x tokens x hidden bytes a layer at 16 bits without the attention matrix, which SDPA never stores; with
+    checkpointing one input a layer and one whole layer. The head runs on labelled positions only: logits and their
+    gradient in fp32.
+    """
+    width = 2 if precision == "bf16" else 4
+    frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
+    tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
+    layer_bytes = 17 * width * tokens * model.hidden_size
+    kept = layer_bytes + model.layers * width * tokens * model.hidden_size
+    return Memory(
+        weights_bytes=frozen * width + model.trained_parameters * 4,
+        gradients_bytes=model.trained_parameters * 4,
+        optimizer_bytes=model.trained_parameters * 8,
+        activations_bytes=kept if gradient_checkpointing else model.layers * layer_bytes,
+        logits_bytes=2 * 4 * micro_batch_size * data.longest_trained_tokens * model.vocabulary,
+    )
+
+
+def _device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
+    asked = spec.resources.gpus
+    if asked == 0:
+        return "cpu"
+    if asked != "auto" and asked > len(hardware.gpus):
+        param = "resources.gpus"
+        raise SpecError(f"{param}: {asked} asked, this host has {len(hardware.gpus)}", param=param, code="no_such_device")
+    if asked != "auto" and asked > 1:
+        raise SpecError("resources.gpus: more than one GPU a job is not offered yet", param="resources.gpus")
+    return hardware.kind
+
+
+def _precision(spec: JobSpec, hardware: Hardware, device: str, why: dict[str, str]) -> Literal["fp32", "bf16"]:
+    has_bf16 = device == "cpu" or hardware.gpus[0].has_bf16
+    if spec.precision == "bf16" and not has_bf16:
+        name = hardware.gpus[0].name
+        raise SpecError(f"precision: {name} does not compute in bf16; it has fp32", param="precision")
+    if spec.precision != "auto":
+        return spec.precision
+    if device == "cuda" and has_bf16:
+        why["precision"] = "the GPU computes in bf16: half the memory, fp32 masters (Micikevicius et al. 2018)"
+        return "bf16"
+    why["precision"] = "CPUs compute bf16 slowly" if device == "cpu" else "the GPU has no bf16"
+    return "fp32"
+
+
+def _attention(spec: JobSpec, why: dict[str, str]) -> Literal["sdpa", "eager"]:
+    if spec.attention != "auto":
+        return spec.attention
+    why["attention"] = "PyTorch's fused attention never stores the attention matrix (Dao et al. 2022)"
+    return "sdpa"
+
+
+def _batch_size(asked: Hyperparameters, rows: int, why: dict[str, str]) -> int:
+    """About 0.2% of the rows, OpenAI's published default, kept within 4 to 32: below, steps are noise; above, LoRA
+    loses against full fine-tuning ("LoRA Without Regret", Schulman et al. 2025)."""
+    if asked.batch_size != "auto":
+        return asked.batch_size
+    unit = math.lcm(*(n for n in (asked.micro_batch_size, asked.gradient_accumulation_steps) if n != "auto"))
+    if "auto" not in (asked.micro_batch_size, asked.gradient_accumulation_steps):
+        why["batch_size"] = "micro_batch_size x gradient_accumulation_steps"
+        return int(asked.micro_batch_size) * int(asked.gradient_accumulation_steps)
+    wanted = min(max(4, round(0.002 * rows)), 32, rows)
+    why["batch_size"] = "0.2% of the rows, from 4 to 32"
+    return math.ceil(wanted / unit) * unit
+
+
+def _fit(
+    spec: JobSpec,
+    hardware: Hardware,
+    device: str,
+    precision: str,
+    model: ModelFacts,
+    data: DataFacts,
+    max_seq_len: int,
+    batch: int,
+    why: dict[str, str],
+) -> tuple[int, bool]:
+    """Micro-batch and checkpointing: as many rows as fit; checkpointing only where one row does not fit without it,
+    since it costs about a third more time (Chen et al. 2016)."""
+    asked = spec.hyper
+    memory_bytes = hardware.gpus[0].memory_bytes if device == "cuda" else hardware.memory_bytes
+
+    def fits(micro: int, checkpointing: bool) -> bool:
+        memory = forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing)
+        return memory.total_bytes < 0.85 * memory_bytes
+
+    smallest = _given_micro(asked, batch) or 1
+    checkpointing = spec.gradient_checkpointing
+    if checkpointing == "auto":
+        checkpointing = not fits(smallest, False)
+        why["gradient_checkpointing"] = (
+            "one pass would not fit without it" if checkpointing else "one pass fits without it, which is faster"
+        )
+    if given := _given_micro(asked, batch):
+        return given, checkpointing
+    if device == "cpu":
+        why["micro_batch_size"] = "on a CPU row after row is fastest: nothing is padded and nothing waits"
+        return 1, checkpointing
+    longest = min(data.longest_tokens, max_seq_len)
+    divisors = [n for n in range(batch, 0, -1) if batch % n == 0]
+    why["micro_batch_size"] = f"the largest share of the batch that fits, up to {MAX_TOKENS_PER_FORWARD} tokens a pass"
+    for micro in divisors:
+        if micro * longest <= MAX_TOKENS_PER_FORWARD and fits(micro, checkpointing):
+            return micro, checkpointing
+    return 1, checkpointing
+
+
+def _given_micro(asked: Hyperparameters, batch: int) -> int | None:
+    if asked.micro_batch_size != "auto":
+        return asked.micro_batch_size
+    if asked.gradient_accumulation_steps != "auto":
+        return batch // asked.gradient_accumulation_steps
+    return None
+
+
+def _length(asked: Hyperparameters, rows: int, batch: int, why: dict[str, str]) -> tuple[float, int, int]:
+    """Epochs, steps, steps of a whole epoch. An epoch ends with its own last, maybe smaller, window: no row is dropped
+    or carried over. Automatic epochs follow OpenAI's published rule: 3, but at least 100 and at most 25,000 examples."""
+    steps_per_epoch = math.ceil(rows / batch)
+    if asked.max_steps is not None:
+        return asked.max_steps / steps_per_epoch, asked.max_steps, steps_per_epoch
+    epochs = asked.n_epochs
+    if epochs == "auto":
+        epochs = 3.0
+        if rows * 3 < 100:
+            epochs = float(min(25, 100 // rows))
+        elif rows * 3 > 25_000:
+            epochs = float(max(1, 25_000 // rows))
+        why["n_epochs"] = "3, but at least 100 and at most 25,000 examples in all, and at most 25 epochs"
+    whole = math.floor(epochs)
+    # Rounded first: 0.1 + 0.2 epochs of 10 rows are 3 rows, not 4.
+    part = math.ceil(round(rows * (epochs - whole), 6) / batch)
+    return epochs, whole * steps_per_epoch + part, steps_per_epoch
+
+
+def _learning_rate(spec: JobSpec, model: ModelFacts, why: dict[str, str]) -> float:
+    """5e-5 x (2000 / hidden size)^p, ten times that for LoRA ("LoRA Without Regret", Schulman et al. 2025); p was fitted
+    as 0.781 on Llama and 0.0775 on Qwen, on models from 2048 wide on: narrower ones are taken as 2048."""
+    asked = spec.hyper
+    if asked.learning_rate != "auto":
+        return asked.learning_rate
+    power = 0.0775 if "qwen" in model.family else 0.781
+    rate = 5e-5 * (2000 / max(model.hidden_size, 2048)) ** power
+    why["learning_rate"] = f"5e-5 x (2000 / hidden size)^{power:g}"
+    if spec.adapter.type == "lora":
+        rate *= 10
+        why["learning_rate"] += ", times 10 for LoRA"
+    if asked.learning_rate_multiplier != "auto":
+        rate *= asked.learning_rate_multiplier
+        why["learning_rate"] += f", times the multiplier {asked.learning_rate_multiplier:g}"
+    return float(f"{rate:.3g}")
+
+
+def _warmup_steps(asked: Hyperparameters, steps: int, why: dict[str, str]) -> int:
+    if asked.warmup_steps is not None:
+        return min(asked.warmup_steps, steps)
+    ratio = DEFAULT_WARMUP_RATIO if asked.warmup_ratio is None else asked.warmup_ratio
+    if asked.warmup_ratio is None:
+        why["warmup_steps"] = "3% of the run (QLoRA, Dettmers et al. 2023, appendix B)"
+    return math.ceil(ratio * steps)
+
+
+def _every(name: str, asked: Steps, steps: int, why: dict[str, str]) -> int:
+    """An interval in steps. Automatic: a tenth of the run, so that the curve has points and little is lost."""
+    if asked == "auto":
+        why[name] = "a tenth of the run, at least 10 steps"
+        return max(10, math.ceil(steps / 10))
+    return max(1, round(asked * steps)) if asked < 1 else int(asked)

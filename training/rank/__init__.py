@@ -1,0 +1,1 @@
+"""The torch line: only files in here import torch, transformers, peft or deepspeed."""

@@ -1,0 +1,355 @@
+"""What was asked: the create body of a job as a frozen value, every field checked and named in its error."""
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from training.errors import SpecError
+
+Auto = Literal["auto"]
+
+MAX_SEED = 2**31 - 1
+"""The limit of the OpenAI API."""
+
+NOT_OFFERED = {
+    "integrations": "integrations are not offered yet; leave the field out",
+    "deepspeed": "a DeepSpeed config is not offered yet; leave the field out",
+    "parallelism": "training on several devices is not offered yet; leave the field out",
+    "resume_from": "going on from an earlier job is not offered yet; leave the field out",
+    "stability": "other policies than stopping on a loss that is not finite are not offered yet; leave the field out",
+    "validation_split": "splitting the training file is not offered yet; upload a validation_file instead",
+    "early_stopping": "early stopping is not offered yet; leave the field out",
+    "packing": "packing is not offered yet; leave the field out (no padding is computed either way)",
+}
+"""Fields of the contract that this version refuses by name rather than to ignore them."""
+
+
+def show(value: object) -> str:
+    """A value as a person would name it in an error: its text, and its kind where that is the fault."""
+    kinds: dict[type, str] = {bool: "a boolean", str: "text", dict: "an object", list: "a list"}
+    kind = kinds.get(type(value))
+    text = repr(value) if not isinstance(value, str) else f'"{value}"'
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return f"{text} ({kind})" if kind else text
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("burnish", "{message}", {"message": message})
+
+
+def _not_together(part: BaseModel, first: str, second: str) -> None:
+    given = part.model_fields_set
+    if {first, second} <= given and "auto" not in (getattr(part, first), getattr(part, second)):
+        raise _at(second, f"not together with {first}; leave one of the two out")
+
+
+def _at(field: str, message: str) -> PydanticCustomError:
+    """An error of a whole object that belongs to one of its fields."""
+    return PydanticCustomError("burnish", "{message}", {"message": message, "field": field})
+
+
+def _number(
+    kind: type, low: float, high: float, *, above: bool = False, auto: bool = False, below: bool = False
+) -> PlainValidator:
+    """A check for a JSON number within limits; text and booleans are refused, also where they look like one."""
+    word = "a whole number" if kind is int else "a number"
+    if math.isinf(high):
+        wanted = f"{word} {'greater than' if above else 'of at least'} {low:g}"
+    elif below:
+        wanted = f"{word} from {low:g} to below {high:g}"
+    else:
+        wanted = f"{word} {'above' if above else 'from'} {low:g} {'and up' if above else ''} to {high:.10g}"
+    wanted = " ".join(wanted.split()) + (' or "auto"' if auto else "")
+
+    def check(value: object) -> object:
+        if auto and value == "auto":
+            return value
+        kinds = (int,) if kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise _wrong(f"{show(value)} is not {wanted}")
+        if not math.isfinite(value) or value < low or value > high or (above and value <= low):
+            raise _wrong(f"{show(value)} is not {wanted}")
+        if below and value >= high:
+            raise _wrong(f"{show(value)} is not {wanted}")
+        return kind(value)
+
+    schema: Any = Annotated[kind, Field(gt=low) if above else Field(ge=low)]
+    return PlainValidator(check, json_schema_input_type=schema | Auto if auto else schema)
+
+
+def _whole(low: int, high: float = math.inf, *, auto: bool = False) -> PlainValidator:
+    return _number(int, low, high, auto=auto)
+
+
+def _real(
+    low: float, high: float = math.inf, *, above: bool = False, auto: bool = False, below: bool = False
+) -> PlainValidator:
+    return _number(float, low, high, above=above, auto=auto, below=below)
+
+
+def _steps(value: object) -> object:
+    """`auto`, a number of steps, or a share of the run in (0, 1)."""
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    if isinstance(value, float) and (0 < value < 1 or (value >= 1 and value.is_integer())):
+        return value if value < 1 else int(value)
+    raise _wrong(f'{show(value)} is not "auto", a whole number of steps of at least 1, or a share of the run in (0, 1)')
+
+
+def _switch(value: object) -> object:
+    if value == "auto" or isinstance(value, bool):
+        return value
+    raise _wrong(f'{show(value)} is not "auto", true or false')
+
+
+Switch = Annotated[bool | Auto, PlainValidator(_switch, json_schema_input_type=bool | Auto)]
+
+Steps = Annotated[
+    int | float | Auto,
+    PlainValidator(_steps, json_schema_input_type=Annotated[float, Field(gt=0)] | Auto),
+]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Hyperparameters(_Part):
+    """The numbers of the run; what is `auto` is resolved in `plan.py`, with its reason."""
+
+    n_epochs: Annotated[float | Auto, _real(0, above=True, auto=True)] = "auto"
+    "Passes over the training file; fractions are allowed."
+    max_steps: Annotated[int | None, _whole(1)] = None
+    "Optimizer steps, in the place of n_epochs."
+    batch_size: Annotated[int | Auto, _whole(1, auto=True)] = "auto"
+    "Examples in one optimizer step, over all devices."
+    micro_batch_size: Annotated[int | Auto, _whole(1, auto=True)] = "auto"
+    "Rows in one forward pass on one device."
+    gradient_accumulation_steps: Annotated[int | Auto, _whole(1, auto=True)] = "auto"
+    "Forward passes in one optimizer step; batch_size = micro_batch_size x this."
+    learning_rate: Annotated[float | Auto, _real(0, above=True, auto=True)] = "auto"
+    "The peak rate."
+    learning_rate_multiplier: Annotated[float | Auto, _real(0, above=True, auto=True)] = "auto"
+    "Times the automatic rate, in the place of learning_rate."
+    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    "How the rate falls after the warm-up."
+    warmup_ratio: Annotated[float | None, _real(0, 1, below=True)] = None
+    "Share of the run in which the rate rises; 0.03 where neither this nor warmup_steps is given."
+    warmup_steps: Annotated[int | None, _whole(0)] = None
+    "Steps in which the rate rises."
+    weight_decay: Annotated[float, _real(0)] = 0.0
+    max_grad_norm: Annotated[float, _real(0)] = 1.0
+    "Gradients are clipped to this global norm; 0 turns clipping off."
+    optimizer: Literal["adamw"] = "adamw"
+    max_seq_len: Annotated[int | Auto, _whole(8, auto=True)] = "auto"
+    "Tokens of the longest row; auto is what the model and the data allow."
+    truncation: Literal["error", "drop", "truncate"] = "truncate"
+    "What happens to a longer row. A row left with no trained token is dropped and counted."
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    "Which tokens carry loss; a message's own weight of 0 or 1 wins."
+    eval_steps: Steps = "auto"
+    save_steps: Steps = "auto"
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        _not_together(self, "n_epochs", "max_steps")
+        _not_together(self, "learning_rate", "learning_rate_multiplier")
+        _not_together(self, "warmup_ratio", "warmup_steps")
+        batch, micro, cuts = self.batch_size, self.micro_batch_size, self.gradient_accumulation_steps
+        if isinstance(micro, int) and isinstance(batch, int) and batch % micro:
+            raise _at("micro_batch_size", f"{micro} does not divide batch_size {batch}")
+        if isinstance(cuts, int) and isinstance(batch, int) and batch % cuts:
+            raise _at("gradient_accumulation_steps", f"{cuts} does not divide batch_size {batch}")
+        whole = isinstance(batch, int) and isinstance(micro, int) and isinstance(cuts, int)
+        if whole and batch != micro * cuts:  # type: ignore[operator]
+            raise _at(
+                "gradient_accumulation_steps",
+                f"batch_size {batch} is not micro_batch_size {micro} x gradient_accumulation_steps {cuts}; "
+                "leave one of the three out",
+            )
+        return self
+
+
+class Regex(_Part):
+    regex: str
+
+
+def _targets(value: object) -> object:
+    """`all-linear`, a list of module names, or {"regex": ...}."""
+    if value == "all-linear":
+        return value
+    if isinstance(value, list) and value and all(isinstance(name, str) and name for name in value):
+        for name in value:
+            if re.search(r"[\\*+?^$|()\[\]{}]", name):
+                raise _wrong(f'"{name}" is a pattern; patterns are given as {{"regex": "..."}}, not in a list of names')
+        return tuple(value)
+    if isinstance(value, dict) and set(value) == {"regex"} and isinstance(value["regex"], str):
+        try:
+            re.compile(value["regex"])
+        except re.error as bad:
+            raise _wrong(f"{show(value['regex'])} is not a regular expression: {bad}") from None
+        return Regex(regex=value["regex"])
+    raise _wrong(f'{show(value)} is not "all-linear", a list of module names, or {{"regex": "..."}}')
+
+
+Targets = Annotated[
+    Literal["all-linear"] | tuple[str, ...] | Regex,
+    BeforeValidator(_targets, json_schema_input_type=Literal["all-linear"] | list[str] | Regex),
+]
+
+
+class Adapter(_Part):
+    """What is trained: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) or all weights."""
+
+    type: Literal["lora", "full"] = "lora"
+    r: Annotated[int, _whole(1, 1024)] = 8
+    "Rank of the adapter."
+    alpha: Annotated[float, _real(0, above=True)] = 16.0
+    "The adapter's output is scaled by alpha / r."
+    dropout: Annotated[float, _real(0, 1, below=True)] = 0.0
+    target_modules: Targets = "all-linear"
+
+    @model_validator(mode="after")
+    def _full_has_no_rank(self) -> Self:
+        lora_only = sorted(self.model_fields_set - {"type"})
+        if self.type == "full" and lora_only:
+            raise _at(lora_only[0], 'belongs to LoRA; leave it out with type "full"')
+        return self
+
+
+class Resources(_Part):
+    gpus: Annotated[int | Auto, _whole(0, auto=True)] = "auto"
+    "GPUs of the job; auto is one where the host has GPUs, else the CPU. 0 asks for the CPU."
+    priority: Annotated[int, _whole(-100, 100)] = 0
+    "Higher goes first."
+    max_attempts: Annotated[int, _whole(1, 20)] = 3
+    "How often an attempt that the infrastructure ended is started in all."
+
+
+class _Objective(_Part):
+    hyperparameters: Hyperparameters = Hyperparameters()
+
+
+class Method(_Part):
+    type: Literal["supervised"] = "supervised"
+    supervised: _Objective | None = None
+
+
+class JobSpec(_Part):
+    """A job as asked. `parse_spec` makes one; `model_dump(exclude_unset=True)` gives the asked body back."""
+
+    spec_version: Literal[1] = 1
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    training_file: Annotated[str, Field(min_length=1, max_length=4096)]
+    validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    suffix: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    seed: Annotated[int | None, _whole(0, MAX_SEED)] = None
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
+        default=None, max_length=16
+    )
+    method: Method = Method()
+    hyperparameters: Hyperparameters | None = None
+    "The old place of the OpenAI API, read where `method` holds none."
+    adapter: Adapter = Adapter()
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    gradient_checkpointing: Switch = "auto"
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    resources: Resources = Resources()
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.hyperparameters is not None and self.method.supervised is not None:
+            raise _at("hyperparameters", f"give them in one place: {self.hyperparameters_path}")
+        if self.suffix is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", self.suffix):
+            raise _at("suffix", "letters, digits, dots, hyphens and underscores only: it becomes part of a model name")
+        return self
+
+    @property
+    def hyper(self) -> Hyperparameters:
+        """The hyperparameters, from wherever they were given."""
+        if self.method.supervised is not None:
+            return self.method.supervised.hyperparameters
+        return self.hyperparameters or Hyperparameters()
+
+    @property
+    def hyperparameters_path(self) -> str:
+        return "hyperparameters" if self.hyperparameters else f"method.{self.method.type}.hyperparameters"
+
+    def asked(self) -> dict[str, Any]:
+        """The body as it was asked, without the fields that were not given."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+def parse_spec(body: object) -> JobSpec:
+    """Check a create body.
+
+    Raises:
+        SpecError: with the path of the first field at fault and what would be right.
+    """
+    if not isinstance(body, dict):
+        raise SpecError(f"the body has to be a JSON object, not {show(body)}", code="invalid_body")
+    try:
+        return JobSpec.model_validate(_without_nulls(body))
+    except ValidationError as bad:
+        raise _as_spec_error(bad.errors()[0]) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Explicit nulls mean "not given" (clients of the OpenAI API send them)."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return value
+
+
+def _as_spec_error(error: ErrorDetails) -> SpecError:
+    path = [str(part) for part in error["loc"] if not _is_union_tag(part)]
+    context = error.get("ctx") or {}
+    if "field" in context:
+        path.append(context["field"])
+    param = ".".join(path)
+    say = _MESSAGES.get(error["type"], lambda e: e["msg"])
+    code = {"extra_forbidden": "unknown_field", "missing": "missing_field"}.get(error["type"], "invalid_value")
+    if error["type"] == "extra_forbidden" and path[-1] in NOT_OFFERED:
+        return SpecError(f"{param}: {NOT_OFFERED[path[-1]]}", param=param, code="not_offered")
+    return SpecError(f"{param}: {say(error)}", param=param, code=code)
+
+
+def _is_union_tag(part: str | int) -> bool:
+    return isinstance(part, str) and ("[" in part or part in ("str", "bool", "int", "_Objective"))
+
+
+def _unknown_field(error: ErrorDetails) -> str:
+    name = str(error["loc"][-1])
+    known = _fields_at(error["loc"][:-1])
+    near = difflib.get_close_matches(name, known, n=1)
+    return "unknown field" + (f'; did you mean "{near[0]}"?' if near else f"; known are {', '.join(sorted(known))}")
+
+
+def _fields_at(path: tuple[str | int, ...]) -> list[str]:
+    kinds: dict[str, type[BaseModel]] = {
+        "method": Method,
+        "supervised": _Objective,
+        "hyperparameters": Hyperparameters,
+        "adapter": Adapter,
+        "resources": Resources,
+    }
+    return list(kinds[str(path[-1])].model_fields if path else JobSpec.model_fields)
+
+
+_MESSAGES: dict[str, Callable[[ErrorDetails], str]] = {
+    "extra_forbidden": _unknown_field,
+    "missing": lambda e: "this field is required",
+    "burnish": lambda e: str(e["ctx"]["message"]),
+    "literal_error": lambda e: f"{show(e['input'])} is not one of {e['ctx']['expected']}".replace("'", '"'),
+    "string_type": lambda e: f"{show(e['input'])} is not text",
+    "string_too_short": lambda e: f"at least {e['ctx']['min_length']} character(s) expected",
+    "string_too_long": lambda e: f"at most {e['ctx']['max_length']} characters are allowed, got {len(e['input'])}",
+    "too_long": lambda e: f"at most {e['ctx']['max_length']} entries are allowed, got {len(e['input'])}",
+    "dict_type": lambda e: f"{show(e['input'])} is not an object",
+    "model_type": lambda e: f"{show(e['input'])} is not an object",
+}
