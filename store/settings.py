@@ -17,11 +17,16 @@ class Settings(BaseSettings):
         default=Path(".burnish"), description="Folder of this host: run directories, caches, embedded servers, the key"
     )
     artifacts_url: str = Field(
-        default="", description="Object store of files and artifacts (file://, s3://, gs://, az://); default: DATA_DIR/artifacts"
+        default="",
+        description="Object store of files and artifacts (file://, s3://, gs://, az://); default: DATA_DIR/artifacts",
     )
-    models: Path | None = Field(default=None, description="JSON or YAML file: model name -> folder, GGUF file or hub id")
+    models: Path | None = Field(
+        default=None, description="JSON or YAML file: model name -> folder, GGUF file or hub id"
+    )
     allow_hub: bool = Field(default=False, description="Whether jobs may name any model of the hub as org/name")
-    model_cache: Path | None = Field(default=None, description="Where converted GGUF models are kept; default: user cache")
+    model_cache: Path | None = Field(
+        default=None, description="Where converted GGUF models are kept; default: user cache"
+    )
     host_name: str = Field(default_factory=socket.gethostname, description="Name of this worker host; unique")
     cpu_slots: int = Field(default=1, ge=1, description="Jobs at a time on a host without a GPU")
     max_upload_bytes: int = Field(default=512 * 2**20, ge=1, description="Largest file that is taken")
@@ -31,7 +36,9 @@ class Settings(BaseSettings):
     stop_grace_s: float = Field(default=20, gt=0, description="Between asking processes to end and killing them")
     outage_limit_s: float = Field(default=900, gt=0, description="Without the database for so long, a run is stopped")
     host_timeout_s: float = Field(default=45, gt=0, description="A host that is silent for so long gets no new jobs")
-    resend_s: float = Field(default=10, gt=0, description="A message whose attempt was not claimed by then is sent again")
+    resend_s: float = Field(
+        default=10, gt=0, description="A message whose attempt was not claimed by then is sent again"
+    )
     sweep_s: float = Field(default=2, gt=0, description="How often the reconciler looks for what was lost")
 
     @property

@@ -293,10 +293,27 @@ def parse_spec(body: object) -> JobSpec:
     """
     if not isinstance(body, dict):
         raise SpecError(f"the body has to be a JSON object, not {show(body)}", code="invalid_body")
+    _check_texts(body, "")
     try:
         return JobSpec.model_validate(_without_nulls(body))
     except ValidationError as bad:
         raise _as_spec_error(bad.errors()[0]) from None
+
+
+def _check_texts(value: Any, path: str) -> None:
+    """Refuse text that no database and no file name can hold."""
+    if isinstance(value, str):
+        fault = "a NUL character" if "\0" in value else None
+        fault = "half of a surrogate pair" if any("\ud800" <= letter <= "\udfff" for letter in value) else fault
+        if fault:
+            raise SpecError(f"{path}: the text holds {fault}; take it out", param=path)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _check_texts(name, path)
+            _check_texts(item, f"{path}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _check_texts(item, f"{path}[{number}]")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -312,11 +329,15 @@ def _as_spec_error(error: ErrorDetails) -> SpecError:
     if "field" in context:
         path.append(context["field"])
     param = ".".join(path)
-    say = _MESSAGES.get(error["type"], lambda e: e["msg"])
+    say = _MESSAGES.get(error["type"], _plain_message)
     code = {"extra_forbidden": "unknown_field", "missing": "missing_field"}.get(error["type"], "invalid_value")
     if error["type"] == "extra_forbidden" and path[-1] in NOT_OFFERED:
         return SpecError(f"{param}: {NOT_OFFERED[path[-1]]}", param=param, code="not_offered")
     return SpecError(f"{param}: {say(error)}", param=param, code=code)
+
+
+def _plain_message(error: ErrorDetails) -> str:
+    return error["msg"]
 
 
 def _is_union_tag(part: str | int) -> bool:
@@ -343,7 +364,7 @@ def _fields_at(path: tuple[str | int, ...]) -> list[str]:
 
 _MESSAGES: dict[str, Callable[[ErrorDetails], str]] = {
     "extra_forbidden": _unknown_field,
-    "missing": lambda e: "this field is required",
+    "missing": lambda _: "this field is required",
     "burnish": lambda e: str(e["ctx"]["message"]),
     "literal_error": lambda e: f"{show(e['input'])} is not one of {e['ctx']['expected']}".replace("'", '"'),
     "string_type": lambda e: f"{show(e['input'])} is not text",

@@ -1,0 +1,124 @@
+"""Events of a run become rows: each once, in order, and only those of the current attempt."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from store import models
+from store.attempts import lock_current
+from store.errors import InvalidRequestError
+from store.events import append_event
+from store.models import Artifact, Attempt, Checkpoint, Job, Metric
+from store.pages import Page, read_page
+from store.status import JobStatus
+from training.events import Event
+
+
+def store_events(session: Session, job_id: str, number: int, events: Sequence[Event]) -> JobStatus | None:
+    """Store what is newer than the last stored `seq`: to send the same events again changes nothing. Returns what is
+    wished for the job.
+
+    Raises:
+        FencedError: the attempt is not the current one any more.
+    """
+    job, attempt = lock_current(session, job_id, number)
+    for event in events:
+        if event.seq > attempt.last_seq:
+            _store_event(session, job, attempt, event)
+            attempt.last_seq = event.seq
+    return job.desired_status
+
+
+def forget_events(session: Session, job_id: str, number: int) -> None:
+    """The run directory was made anew, so its `seq` begins at 1 again."""
+    _, attempt = lock_current(session, job_id, number)
+    attempt.last_seq = 0
+
+
+def add_checkpoint(
+    session: Session,
+    job_id: str,
+    number: int,
+    step: int,
+    prefix: str,
+    manifest: dict[str, Any],
+    metrics: dict[str, Any],
+) -> None:
+    """Make a checkpoint exist whose files are all in the object store; the same step again replaces it."""
+    job, _ = lock_current(session, job_id, number)
+    values = {"attempt": number, "object_prefix": prefix, "manifest": manifest, "metrics": metrics}
+    statement = insert(Checkpoint).values(
+        id=f"ftckpt-{job_id.removeprefix('ftjob-')}-{step}", job_id=job_id, step=step, **values
+    )
+    session.execute(statement.on_conflict_do_update(index_elements=[Checkpoint.job_id, Checkpoint.step], set_=values))
+    append_event(session, job, f"New checkpoint created: step {step}", step=step)
+
+
+def add_artifact(session: Session, job_id: str, number: int, kind: str, key: str, size_bytes: int, sha256: str) -> None:
+    lock_current(session, job_id, number)
+    values = {"attempt": number, "object_key": key, "bytes": size_bytes, "sha256": sha256}
+    statement = insert(Artifact).values(job_id=job_id, kind=kind, **values)
+    session.execute(statement.on_conflict_do_update(index_elements=[Artifact.job_id, Artifact.kind], set_=values))
+
+
+def list_checkpoints(session: Session, job_id: str, *, after: str | None, limit: int) -> Page[Checkpoint]:
+    """Newest step first."""
+    query = select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc())
+    if after is not None:
+        step = session.scalar(select(Checkpoint.step).where(Checkpoint.id == after, Checkpoint.job_id == job_id))
+        if step is None:
+            raise InvalidRequestError(f"after: no checkpoint {after!r} of this job", param="after")
+        query = query.where(Checkpoint.step < step)
+    return read_page(session, query, limit)
+
+
+def find_artifact(session: Session, job_id: str, kind: str) -> Artifact | None:
+    return session.get(Artifact, (job_id, kind))
+
+
+def _store_event(session: Session, job: Job, attempt: Attempt, event: Event) -> None:
+    match event.type:
+        case "started" if event.attempt == attempt.number:
+            _forget_after(session, job, attempt, event)
+        case "plan":
+            job.plan = event.data
+        case "metrics" | "evaluated":
+            _store_metrics(session, job, event)
+        case "warning":
+            append_event(session, job, event.data["message"], level="warn", step=event.step, data=event.data)
+
+
+def _forget_after(session: Session, job: Job, attempt: Attempt, event: Event) -> None:
+    """A run that goes on from a checkpoint makes the later steps anew: what an earlier attempt told of them goes, so
+    that each step stands in the curve once."""
+    resumed_from = event.data.get("resumed_from")
+    attempt.resumed_from = resumed_from
+    last = resumed_from or 0
+    session.execute(delete(Metric).where(Metric.job_id == job.id, Metric.step > last))
+    session.execute(delete(Checkpoint).where(Checkpoint.job_id == job.id, Checkpoint.step > last))
+    stale = (models.Event.job_id == job.id, models.Event.type == "metrics", models.Event.step > last)
+    session.execute(delete(models.Event).where(*stale))
+    where = f"Training on {event.data['device']}"
+    append_event(session, job, where if resumed_from is None else f"{where}, resumed from step {resumed_from}")
+
+
+def _store_metrics(session: Session, job: Job, event: Event) -> None:
+    """Values of one step are merged: evaluation comes after the step's own numbers."""
+    at = datetime.fromtimestamp(event.at, UTC)
+    statement = insert(Metric).values(job_id=job.id, step=event.step, attempt=event.attempt, at=at, data=event.data)
+    merged = Metric.data.op("||")(statement.excluded.data)
+    session.execute(
+        statement.on_conflict_do_update(
+            index_elements=[Metric.job_id, Metric.step], set_={"data": merged, "attempt": event.attempt}
+        )
+    )
+    name = "training loss" if event.type == "metrics" else "validation loss"
+    loss = event.data.get("train_loss" if event.type == "metrics" else "eval_loss")
+    total = f"/{job.plan['steps']}" if job.plan else ""
+    told = f"{loss:.4f}" if loss is not None else "not finite"
+    data = {"step": event.step, **event.data}
+    append_event(session, job, f"Step {event.step}{total}: {name}={told}", type="metrics", step=event.step, data=data)

@@ -1,0 +1,135 @@
+"""Events of a run become rows: each step once, in order, whatever is sent twice."""
+
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from store import models
+from store.attempts import Outcome, claim_attempt, end_attempt
+from store.events import list_events
+from store.metrics import read_curve
+from store.models import Attempt, Job, Metric
+from store.placement import place_jobs
+from store.runs import add_checkpoint, list_checkpoints, store_events
+from store.session import open_session
+from store.settings import Settings
+from store.status import EndReason
+from tests.rows import make_host, make_job
+from training.events import Event, EventType
+
+
+def start_job(session: Session) -> Job:
+    make_host(session)
+    job = make_job(session)
+    place_jobs(session)
+    assert claim_attempt(session, job.id, 1, "alpha")
+    return job
+
+
+def make_events(attempt: int, first_seq: int, *told: tuple[EventType, int, dict[str, Any]]) -> list[Event]:
+    return [Event(first_seq + n, 1.0, attempt, type, step, data) for n, (type, step, data) in enumerate(told)]
+
+
+def make_steps(attempt: int, first_seq: int, steps: range) -> list[Event]:
+    return make_events(attempt, first_seq, *(("metrics", n, {"train_loss": 1 / n}) for n in steps))
+
+
+def read_steps(session: Session, job_id: str) -> list[tuple[int, int]]:
+    rows = session.execute(select(Metric.step, Metric.attempt).where(Metric.job_id == job_id).order_by(Metric.step))
+    return [(step, attempt) for step, attempt in rows]
+
+
+def test_events_that_are_sent_again_change_nothing(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        events = make_events(1, 1, ("started", 0, {"device": "cpu", "resumed_from": None})) + make_steps(
+            1, 2, range(1, 6)
+        )
+        for part in (events[:3], events, events[2:5]):
+            store_events(session, job.id, 1, part)
+        session.flush()
+        assert read_steps(session, job.id) == [(n, 1) for n in range(1, 6)]
+        metrics = [e.step for e in list_events(session, job.id, after=None, limit=99).items if e.type == "metrics"]
+        assert metrics == [5, 4, 3, 2, 1]
+
+
+def test_a_resumed_attempt_replaces_what_came_after_its_checkpoint(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        started = ("started", 0, {"device": "cpu", "resumed_from": None})
+        store_events(session, job.id, 1, make_events(1, 1, started) + make_steps(1, 2, range(1, 8)))
+        add_checkpoint(session, job.id, 1, 4, "p", {}, {})
+        add_checkpoint(session, job.id, 1, 6, "p", {}, {})
+        end_attempt(session, job.id, 1, Outcome(EndReason.STOPPED, "stopped"))
+        assert place_jobs(session) == 1
+        assert claim_attempt(session, job.id, 2, "alpha")
+        assert session.get_one(Attempt, (job.id, 2)).last_seq == 8, "one run directory, one sequence"
+        resumed = ("started", 4, {"device": "cpu", "resumed_from": 4})
+        store_events(session, job.id, 2, make_events(2, 9, resumed) + make_steps(2, 10, range(5, 6)))
+        session.flush()
+        assert read_steps(session, job.id) == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)]
+        assert [c.step for c in list_checkpoints(session, job.id, after=None, limit=9).items] == [4]
+        told = session.scalars(
+            select(models.Event.step).where(models.Event.type == "metrics").order_by(models.Event.id)
+        )
+        assert list(told) == [1, 2, 3, 4, 5]
+
+
+def test_steps_that_a_killed_supervisor_left_in_the_file_are_stored_by_the_next_attempt(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        store_events(session, job.id, 1, make_steps(1, 1, range(1, 3)))
+        end_attempt(session, job.id, 1, Outcome(EndReason.STOPPED, "stopped"))
+        place_jobs(session)
+        assert claim_attempt(session, job.id, 2, "alpha")
+        left = make_steps(1, 1, range(1, 6))
+        resumed = make_events(2, 6, ("started", 4, {"device": "cpu", "resumed_from": 4}))
+        store_events(session, job.id, 2, left + resumed + make_steps(2, 7, range(5, 7)))
+        assert [step for step, _ in read_steps(session, job.id)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_curve_has_columns_of_one_length_and_tells_what_was_not_finite(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        events = make_events(
+            1,
+            1,
+            ("metrics", 1, {"train_loss": 2.0, "learning_rate": 0.1}),
+            ("metrics", 2, {"train_loss": None, "non_finite": ["train_loss"], "learning_rate": 0.1}),
+            ("evaluated", 2, {"eval_loss": 3.0}),
+        )
+        store_events(session, job.id, 1, events)
+        curve = read_curve(session, job.id, names=None, from_step=None, to_step=None, max_points=None)
+        assert curve.columns == {
+            "step": [1, 2],
+            "train_loss": [2.0, None],
+            "learning_rate": [0.1, 0.1],
+            "eval_loss": [None, 3.0],
+        }
+        assert curve.non_finite == {"train_loss": [2]}
+        part = read_curve(session, job.id, names=["eval_loss"], from_step=2, to_step=2, max_points=None)
+        assert part.columns == {"step": [2], "eval_loss": [3.0]}
+
+
+def test_a_thinned_curve_keeps_its_spike_and_its_ends(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        steps = make_steps(1, 1, range(1, 1001))
+        steps[500].data["train_loss"] = 99.0
+        store_events(session, job.id, 1, steps)
+        curve = read_curve(session, job.id, names=["train_loss"], from_step=None, to_step=None, max_points=50)
+        assert len(curve.columns["step"]) <= 50
+        assert curve.columns["step"][0] == 1
+        assert curve.columns["step"][-1] == 1000
+        assert 99.0 in curve.columns["train_loss"]
+
+
+def test_text_that_the_database_cannot_hold_is_stored_as_escapes(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        store_events(session, job.id, 1, make_events(1, 1, ("warning", 0, {"message": "a\0b \ud800 c", "x": ["\0"]})))
+        session.flush()
+        newest = list_events(session, job.id, after=None, limit=1).items[0]
+        assert newest.message == "a\\u0000b \\ud800 c"
+        assert newest.level == "warn"
