@@ -7,9 +7,14 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
 from store.settings import get_settings
+
+AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeoutError)
+"""What a database that is away raises."""
 
 
 def sqlalchemy_url(url: str) -> str:

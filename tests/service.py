@@ -62,7 +62,7 @@ class Service:
                 "warning",
             ],
             "worker": make_worker_command(self.settings),
-            "beat": make_beat_command(self.settings),
+            "beat": make_beat_command(),
         }
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -73,6 +73,10 @@ class Service:
         process = self.processes.pop(name)
         process.send_signal(signum)
         process.wait(30)
+
+    def check_alive(self) -> None:
+        dead = [name for name, process in self.processes.items() if process.poll() is not None]
+        assert not dead, f"{dead} died\n{self.tell()}"
 
     def stop(self) -> None:
         for name in list(self.processes):
@@ -136,6 +140,7 @@ class Service:
         """The job once it has one of the statuses; fails at once where it has ended otherwise."""
 
         def look() -> dict[str, Any] | None:
+            self.check_alive()
             job = self.get_job(job_id)
             ended = job["status"] in ("succeeded", "failed", "cancelled") and job["status"] not in statuses
             assert not ended, f"{job['status']}: {job['error']}\n{self.tell()}"

@@ -43,20 +43,10 @@ def make_worker_command(settings: Settings) -> list[str]:
     return [sys.executable, "-m", "celery", "--app", "worker.app", "worker", *options, *quiet]
 
 
-def make_beat_command(settings: Settings) -> list[str]:
-    schedule = str(settings.data_dir.resolve() / "beat-schedule")
-    return [
-        sys.executable,
-        "-m",
-        "celery",
-        "--app",
-        "worker.app",
-        "beat",
-        "--schedule",
-        schedule,
-        "--loglevel",
-        "WARNING",
-    ]
+def make_beat_command() -> list[str]:
+    """A schedule kept in memory: after a start the reconciler runs at once, so there is nothing to remember."""
+    schedule = ["--scheduler", "celery.beat:Scheduler", "--pidfile", "", "--loglevel", "WARNING"]
+    return [sys.executable, "-m", "celery", "--app", "worker.app", "beat", *schedule]
 
 
 @worker_ready.connect  # type: ignore[untyped-decorator]

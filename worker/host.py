@@ -7,11 +7,10 @@ from store.attempts import list_running_on
 from store.hosts import register_host, touch_host
 from store.outbox import CONTROL_QUEUE, PLACE_JOBS, append_message
 from store.queue import publish_outbox
-from store.session import open_session
+from store.session import AWAY, open_session
 from store.settings import Settings
 from training.hardware import find_hardware
 from training.rundir import RunDir
-from worker.lease import AWAY
 from worker.processes import is_locked, start_detached
 
 log = logging.getLogger(__name__)

@@ -4,18 +4,12 @@ import logging
 import threading
 import time
 
-from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-
 from store.attempts import renew_lease
 from store.errors import FencedError
-from store.session import open_session
+from store.session import AWAY, open_session
 from store.status import JobStatus
 
 log = logging.getLogger(__name__)
-
-AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeoutError)
-"""What a database that is away raises."""
 
 
 class LeaseKeeper(threading.Thread):

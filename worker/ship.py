@@ -36,9 +36,10 @@ def ship_result(job_id: str, number: int, run: RunDir) -> None:
 
 
 def write_archive(folder: Path, archive: Path) -> None:
-    """All files of a folder, stored and not compressed (weights do not shrink), in the order of their names."""
+    """All files of a folder but its manifest, stored and not compressed (weights do not shrink), ordered by name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as target:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        for path in files:
             entry = zipfile.ZipInfo(path.relative_to(folder).as_posix(), _EPOCH)
             entry.external_attr = 0o644 << 16
             with path.open("rb") as source, target.open(entry, "w", force_zip64=True) as written:

@@ -24,14 +24,14 @@ from store.base_models import BaseModel
 from store.errors import FencedError
 from store.queue import publish_outbox
 from store.runs import forget_events, store_events
-from store.session import open_session
+from store.session import AWAY, open_session
 from store.settings import Settings, get_settings
 from store.status import EndReason, JobStatus
 from training.errors import BurnishError
 from training.events import Event, read_events
 from training.launch import make_command, make_environment
 from training.rundir import RunDir, write_json
-from worker.lease import AWAY, LeaseKeeper
+from worker.lease import LeaseKeeper
 from worker.prepare import clear_run, prepare_run
 from worker.processes import (
     MARK,
