@@ -1,10 +1,12 @@
 """Uploaded files: a row in the database, the bytes in the object store."""
 
+import errno
 import re
 import secrets
 from pathlib import Path
 from typing import Any
 
+from obstore.exceptions import BaseError
 from sqlalchemy import func, or_, select, tuple_
 from sqlalchemy.orm import Session
 
@@ -13,6 +15,7 @@ from store.errors import ConflictError, InvalidRequestError, NotFoundError
 from store.models import File, Job
 from store.pages import Page, read_page
 from store.status import JobStatus
+from training.errors import StorageError
 
 PURPOSE = "fine-tune"
 OTHER_PURPOSES = (
@@ -62,7 +65,7 @@ def create_file(
         object_key=f"files/{file_id}",
         report=report,
     )
-    artifacts.put_file(file.object_key, path)
+    _put(file.object_key, path)
     try:
         session.add(file)
         session.flush()
@@ -125,6 +128,15 @@ def delete_file(session: Session, project_id: str, file_id: str) -> str:
 
 def delete_bytes(object_key: str) -> None:
     artifacts.delete(object_key)
+
+
+def _put(object_key: str, path: Path) -> None:
+    try:
+        artifacts.put_file(object_key, path)
+    except BaseError as bad:
+        if f"os error {errno.ENOSPC}" in str(bad):
+            raise StorageError("the disk of the object store is full; its operator has to make room") from bad
+        raise
 
 
 def _not_found(file_id: str) -> NotFoundError:

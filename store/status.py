@@ -44,6 +44,8 @@ class EndReason(StrEnum):
     "The run said why: data, config, capacity or a bug."
     TRAINER_DIED = "trainer_died"
     "The trainer ended without a word, such as by a signal."
+    HOST_FAULT = "host_fault"
+    "The host could not do its part, such as for want of disk."
     STOPPED = "stopped"
     "The host was asked to let go of it; the next attempt goes on from the checkpoint."
     LEASE_EXPIRED = "lease_expired"
@@ -54,4 +56,4 @@ class EndReason(StrEnum):
     @property
     def is_infrastructure(self) -> bool:
         """Whether the next attempt counts against max_attempts as a fault of the infrastructure."""
-        return self in (EndReason.TRAINER_DIED, EndReason.LEASE_EXPIRED)
+        return self in (EndReason.TRAINER_DIED, EndReason.HOST_FAULT, EndReason.LEASE_EXPIRED)

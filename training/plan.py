@@ -179,11 +179,11 @@ def forecast_memory(
 ) -> Memory:
     """Bytes by part on the device.
 
-    Model states as in ZeRO (Rajbhandari et al. 2020, section 3.1): what is trained is kept in fp32 with its gradient and
-    Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations as in Korthikanti et al. 2022,
-    section 4.1: 34 x tokens x hidden bytes a layer at 16 bits without the attention matrix, which SDPA never stores; with
-    checkpointing one input a layer and one whole layer. The head runs on labelled positions only: logits and their
-    gradient in fp32.
+    Model states as in ZeRO (Rajbhandari et al. 2020, section 3.1): what is trained is kept in fp32 with its gradient
+    and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations as in Korthikanti et al.
+    2022, section 4.1: 34 x tokens x hidden bytes a layer at 16 bits without the attention matrix, which SDPA never
+    stores; with checkpointing one input a layer and one whole layer. The head runs on labelled positions only: logits
+    and their gradient in fp32.
     """
     width = 2 if precision == "bf16" else 4
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
@@ -205,7 +205,9 @@ def _device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
         return "cpu"
     if asked != "auto" and asked > len(hardware.gpus):
         param = "resources.gpus"
-        raise SpecError(f"{param}: {asked} asked, this host has {len(hardware.gpus)}", param=param, code="no_such_device")
+        raise SpecError(
+            f"{param}: {asked} asked, this host has {len(hardware.gpus)}", param=param, code="no_such_device"
+        )
     if asked != "auto" and asked > 1:
         raise SpecError("resources.gpus: more than one GPU a job is not offered yet", param="resources.gpus")
     return hardware.kind
@@ -297,7 +299,8 @@ def _given_micro(asked: Hyperparameters, batch: int) -> int | None:
 
 def _length(asked: Hyperparameters, rows: int, batch: int, why: dict[str, str]) -> tuple[float, int, int]:
     """Epochs, steps, steps of a whole epoch. An epoch ends with its own last, maybe smaller, window: no row is dropped
-    or carried over. Automatic epochs follow OpenAI's published rule: 3, but at least 100 and at most 25,000 examples."""
+    or carried over. Automatic epochs follow OpenAI's published rule: 3, but at least 100 and at most 25,000 examples.
+    """
     steps_per_epoch = math.ceil(rows / batch)
     if asked.max_steps is not None:
         return asked.max_steps / steps_per_epoch, asked.max_steps, steps_per_epoch
@@ -316,8 +319,8 @@ def _length(asked: Hyperparameters, rows: int, batch: int, why: dict[str, str]) 
 
 
 def _learning_rate(spec: JobSpec, model: ModelFacts, why: dict[str, str]) -> float:
-    """5e-5 x (2000 / hidden size)^p, ten times that for LoRA ("LoRA Without Regret", Schulman et al. 2025); p was fitted
-    as 0.781 on Llama and 0.0775 on Qwen, on models from 2048 wide on: narrower ones are taken as 2048."""
+    """5e-5 x (2000 / hidden size)^p, ten times that for LoRA ("LoRA Without Regret", Schulman et al. 2025); p was
+    fitted as 0.781 on Llama and 0.0775 on Qwen, on models from 2048 wide on: narrower ones are taken as 2048."""
     asked = spec.hyper
     if asked.learning_rate != "auto":
         return asked.learning_rate

@@ -28,6 +28,16 @@ NOT_OFFERED = {
 }
 """Fields of the contract that this version refuses by name rather than to ignore them."""
 
+VALUES_NOT_OFFERED = {
+    "method.type": ("dpo", "kto", "orpo", "pretrain"),
+    "adapter.type": ("qlora", "ia3", "prefix", "prompt"),
+    "precision": ("fp16",),
+    "attention": ("flash",),
+    "optimizer": ("adamw_8bit", "paged_adamw_8bit", "adafactor"),
+    "lr_scheduler": ("wsd",),
+}
+"""Values of the contract that this version refuses by name, by the field's path or its last part."""
+
 
 def show(value: object) -> str:
     """A value as a person would name it in an error: its text, and its kind where that is the fault."""
@@ -331,9 +341,20 @@ def _as_spec_error(error: ErrorDetails) -> SpecError:
     param = ".".join(path)
     say = _MESSAGES.get(error["type"], _plain_message)
     code = {"extra_forbidden": "unknown_field", "missing": "missing_field"}.get(error["type"], "invalid_value")
+    if error["type"] == "extra_forbidden" and path[-1] in VALUES_NOT_OFFERED["method.type"] and path[:-1] == ["method"]:
+        return SpecError(f"{param}: this method is not offered yet", param=param, code="not_offered")
     if error["type"] == "extra_forbidden" and path[-1] in NOT_OFFERED:
         return SpecError(f"{param}: {NOT_OFFERED[path[-1]]}", param=param, code="not_offered")
+    if error["type"] == "literal_error" and _is_not_offered(param, error["input"]):
+        offered = str(error["ctx"]["expected"]).replace("'", '"')
+        message = f"{param}: {show(error['input'])} is not offered yet; there is {offered}"
+        return SpecError(message, param=param, code="not_offered")
     return SpecError(f"{param}: {say(error)}", param=param, code=code)
+
+
+def _is_not_offered(param: str, value: object) -> bool:
+    names = (param, param.rpartition(".")[2])
+    return any(value in VALUES_NOT_OFFERED.get(name, ()) for name in names)
 
 
 def _plain_message(error: ErrorDetails) -> str:

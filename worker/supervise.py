@@ -97,10 +97,10 @@ class Supervisor:
         except FencedError:
             outcome = None
         except BurnishError as bad:
-            outcome = Outcome(EndReason.FAILED, bad.message, error=bad.as_dict())
+            outcome = make_failure(bad.as_dict(), None)
         except (OSError, subprocess.SubprocessError) as bad:
             log.exception("the host could not run the attempt")
-            outcome = Outcome(EndReason.TRAINER_DIED, f"the host could not run the attempt: {bad}")
+            outcome = Outcome(EndReason.HOST_FAULT, f"The host could not run the attempt: {bad}")
         self._close(outcome)
 
     # ---- start
@@ -124,6 +124,7 @@ class Supervisor:
 
     def _start_trainer(self, inputs: RunInput, model: BaseModel) -> None:
         self.run.touch_heartbeat()
+        is_local = Path(model.source).is_absolute()
         environment = make_environment(
             os.environ,
             gpus=inputs.gpus,
@@ -132,7 +133,7 @@ class Supervisor:
         )
         with self.run.log.open("ab") as output:
             trainer = subprocess.Popen(
-                make_command(self.run.path, self.number),
+                make_command(self.run.path, self.number, base_name=model.name if is_local else None),
                 env={**environment, MARK: make_mark(self.job_id, self.number)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -216,8 +217,7 @@ class Supervisor:
             tokens = data.get("trained_tokens")
             return Outcome(EndReason.FINISHED, "finished", exit_code=self.exit_code, trained_tokens=tokens)
         if type_ == "failed":
-            error = {**data, "log_excerpt": self._read_log_excerpt()}
-            return Outcome(EndReason.FAILED, data["message"], error=error, exit_code=self.exit_code)
+            return make_failure({**data, "log_excerpt": self._read_log_excerpt()}, self.exit_code)
         if type_ == "stopped":
             return Outcome(EndReason.STOPPED, f"The trainer stopped: {data.get('reason')}", exit_code=self.exit_code)
         message = describe_exit(self.exit_code)
@@ -325,6 +325,14 @@ class Supervisor:
 
     def _note_signal(self, signum: int, _frame: object) -> None:
         self.stop_signal = signum
+
+
+def make_failure(error: dict[str, Any], exit_code: int | None) -> Outcome:
+    """A failure that was said. What the infrastructure did, such as a full disk, is tried again; all else is final."""
+    lost = error["fault"] == "infrastructure"
+    return Outcome(
+        EndReason.HOST_FAULT if lost else EndReason.FAILED, error["message"], error=error, exit_code=exit_code
+    )
 
 
 if __name__ == "__main__":

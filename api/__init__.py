@@ -1,0 +1,1 @@
+"""The HTTP room: unpack, call the store, answer. No queries, no torch."""
