@@ -65,3 +65,11 @@ class TrainingError(BurnishError):
 
     code = "training_failed"
     fault: Fault = "config"
+
+
+class StorageError(BurnishError):
+    """The disk of the run directory is full or fails; the same job may well run elsewhere or later."""
+
+    code = "disk_full"
+    fault: Fault = "infrastructure"
+    retryable = True

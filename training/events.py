@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-EventType = Literal[
-    "started", "plan", "metrics", "evaluated", "checkpoint", "warning", "finished", "failed", "stopped"
-]
+EventType = Literal["started", "plan", "metrics", "evaluated", "checkpoint", "warning", "finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED = 0, 1, 3
+"""How a rank and the launcher end. Any other code: the process was ended from outside."""
+
 HEARTBEAT_LIMIT_S = 300.0
 """A rank stops by itself, with a checkpoint, when its supervisor has not been heard of for so long."""
 

@@ -1,0 +1,118 @@
+"""Tiny models, data files and specs that tests make for themselves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+TEMPLATE = (
+    "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+CONTEXT_TOKENS = 256
+SPECIAL = ("<|turn|>", "<|end|>")
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "round",
+    "square",
+    "small",
+    "large",
+    "soft",
+    "loud",
+    "quick",
+    "slow",
+    "north",
+    "south",
+    "tea",
+    "salt",
+    "stone",
+]
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per byte and two control tokens; the pad token is the end of a turn, as in many published models."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=CONTEXT_TOKENS,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        chat_template=template,
+    )
+
+
+def make_config(family: str = "llama", *, tied: bool = False) -> Any:
+    shape: dict[str, Any] = {"vocab_size": 258, "tie_word_embeddings": tied, "eos_token_id": 257, "pad_token_id": 257}
+    if family == "gpt2":
+        return GPT2Config(
+            **shape, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT_TOKENS, bos_token_id=257,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config}[family]
+    return kind(
+        **shape,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT_TOKENS,
+        initializer_range=0.2,
+    )
+
+
+def make_model(family: str = "llama", *, tied: bool = False, seed: int = 0, attention: str = "sdpa") -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(make_config(family, tied=tied), attn_implementation=attention)
+
+
+def save_model(
+    folder: Path,
+    family: str = "llama",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    template: str | None = TEMPLATE,
+) -> Path:
+    make_model(family, tied=tied, seed=seed).to(dtype).save_pretrained(folder)
+    make_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+def make_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Chat rows of different lengths."""
+    rows = []
+    for number in range(start, start + count):
+        asked = " ".join(WORDS[(number * 7 + place) % len(WORDS)] for place in range(1 + number % 4))
+        answer = " ".join(WORDS[(number * 5 + place) % len(WORDS)] for place in range(1 + number % 3))
+        rows.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]})
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_body(
+    model: Path, rows: Path, *, validation: Path | None = None, hyper: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """A create body; `hyper` are its hyperparameters."""
+    body = {
+        "model": str(model),
+        "training_file": str(rows),
+        "method": {"type": "supervised", "supervised": {"hyperparameters": hyper}},
+        **more,
+    }
+    return {**body, "validation_file": str(validation)} if validation else body

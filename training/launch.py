@@ -1,0 +1,200 @@
+"""Starts a run as a process of its own and follows it; what is trained is not known here, and torch is not loaded."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from training.errors import SpecError
+from training.events import Event, read_events
+from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
+from training.spec import parse_spec
+
+POLL_S = 0.2
+KEPT = {
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "LANG", "TMPDIR", "VIRTUAL_ENV", "BURNISH_MODEL_CACHE"),
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+}
+KEPT_PREFIXES = (
+    *("LC_", "LD_", "PYTHON", "XDG_", "SSL_", "CUDA_", "NVIDIA_", "NCCL_", "CUBLAS_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_"),
+)
+"""What a rank may see of its starter's environment: the keys and addresses of the service are not among it."""
+DEFAULTS = {
+    # Lets cuBLAS give the same bits each time; it is read when the GPU is first used.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # Threads that wait sleep. Spinning ones, the default, make a step many times slower as soon as anything else wants
+    # a core: each parallel part of it then waits until the system gives the spinning thread's core away.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
+def make_command(run_dir: Path, attempt: int, *, base_name: str | None = None, plan_only: bool = False) -> list[str]:
+    """The argv of the rank of a run. `base_name` is what the adapter's config calls its base, where that is not what
+    the spec names: a service's users know a model by its name, not by its folder."""
+    command = [sys.executable, "-m", "training.rank", str(run_dir), "--attempt", str(attempt)]
+    command += ["--base-name", base_name] if base_name is not None else []
+    return [*command, "--plan-only"] if plan_only else command
+
+
+def make_environment(
+    base: Mapping[str, str],
+    *,
+    gpus: Sequence[int] | None = None,
+    offline: bool = False,
+    model_cache: Path | None = None,
+) -> dict[str, str]:
+    """The environment of a rank. `gpus` are the indexes of its own devices; None leaves them as they are."""
+    kept = {name: value for name, value in base.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
+    own = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    if gpus is not None:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in gpus)
+    if offline:
+        own |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if model_cache is not None:
+        own["BURNISH_MODEL_CACHE"] = str(model_cache)
+    return {**DEFAULTS, **kept, **own}
+
+
+def write_spec(spec_file: Path, run_dir: RunDir) -> None:
+    """Check a spec and put it into the run directory, its paths made absolute.
+
+    Raises:
+        SpecError: the spec is wrong, or the directory holds checkpoints of another one.
+    """
+    asked = _read_spec(spec_file)
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    if run_dir.list_checkpoints() and run_dir.spec.exists() and json.loads(run_dir.spec.read_bytes()) != asked:
+        raise SpecError(
+            f"{run_dir.path} holds checkpoints of another spec; choose another run directory", code="other_run"
+        )
+    write_json(run_dir.spec, asked)
+
+
+def run_alone(run_dir: RunDir, environment: Mapping[str, str], *, quiet: bool = False, plan_only: bool = False) -> int:
+    """Start the rank of a prepared directory, pass signals on, tell each event as a line, and wait for its end.
+
+    The exit code is the rank's own. A rank that dies of a signal that was passed on counts as stopped.
+    """
+    events, offset = read_events(run_dir.events, 0) if run_dir.events.exists() else ([], 0)
+    attempt = max((event.attempt for event in events), default=0) + 1
+    command = make_command(run_dir.path, attempt, plan_only=plan_only)
+    console = Console(run_dir.events, offset, quiet=quiet or plan_only)
+    with run_dir.log.open("ab") as log:
+        process = subprocess.Popen(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
+    with _passing_signals(process) as passed:
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            console.follow()
+    console.follow()
+    if -process.returncode in passed:
+        return EXIT_STOPPED
+    if process.returncode not in (EXIT_FINISHED, EXIT_STOPPED) and not console.told_failure:
+        _tell_death(process.returncode, run_dir)
+    return process.returncode if process.returncode >= 0 else EXIT_FAILED
+
+
+class Console:
+    """Prints the events of a run, a line each, from a byte offset of its event file on."""
+
+    def __init__(self, events: Path, offset: int, *, quiet: bool) -> None:
+        self.told_failure = False
+        self._events, self._offset, self._quiet = events, offset, quiet
+        self._steps = 0
+
+    def follow(self) -> None:
+        """Print what is new."""
+        if not self._events.exists():
+            return
+        events, self._offset = read_events(self._events, self._offset)
+        for event in events:
+            if event.type == "plan":
+                self._steps = event.data["steps"]
+            if event.type == "failed":
+                self.told_failure = True
+                print(f"error: {event.data['message']}", file=sys.stderr, flush=True)
+            elif not self._quiet and (line := make_line(event, self._steps)):
+                print(line, flush=True)
+
+
+def make_line(event: Event, steps: int) -> str | None:
+    """An event in words; None for one that is not worth a line."""
+    data = event.data
+    match event.type:
+        case "started" if data["resumed_from"] is not None:
+            return f"going on from step {data['resumed_from']} on the {data['device']}"
+        case "started":
+            return f"starting on the {data['device']}"
+        case "plan":
+            trained, rows = data["trained_parameters"], data["counts"]["trained_rows"]
+            return f"plan: {steps} steps of {data['batch_size']} rows ({rows} rows), {trained:,} trained parameters"
+        case "metrics":
+            return (
+                f"step {event.step}/{steps}  epoch {data['epoch']:.2f}  loss {_show(data['train_loss'])}"
+                f"  lr {data['learning_rate']:.2e}  grad norm {_show(data['grad_norm'])}"
+                f"  {data['tokens_per_s']:.0f} tokens/s"
+            )
+        case "evaluated":
+            return f"step {event.step}/{steps}  validation loss {_show(data['eval_loss'])}"
+        case "warning":
+            return f"warning: {data['message']}"
+        case "checkpoint":
+            return f"saved {data['path']}"
+        case "finished":
+            return f"finished after {data['seconds']:.0f} s of training: loss {_show(data['train_loss'])}"
+        case "stopped":
+            return f"stopped at step {event.step}: {data['reason']}; the same command goes on from there"
+    return None
+
+
+@contextmanager
+def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
+    """Pass SIGINT and SIGTERM on for as long as the process runs; holds those that were."""
+    passed: set[int] = set()
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        passed.add(number)
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield passed
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell_death(code: int, run_dir: RunDir) -> None:
+    """Say how a rank ended that could not say so itself."""
+    if code == -signal.SIGKILL:
+        ending = "was killed (SIGKILL); the system does this when memory runs out"
+    elif code < 0:
+        ending = f"died of {signal.Signals(-code).name}"
+    else:
+        ending = f"ended with code {code}"
+    last = run_dir.log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
+    print(f"error: the training process {ending}. The last line of {run_dir.log}: {last}", file=sys.stderr)
+
+
+def _read_spec(spec_file: Path) -> dict[str, Any]:
+    """The checked body, with absolute paths: the run directory may be gone on with from anywhere."""
+    try:
+        asked = parse_spec(json.loads(spec_file.read_bytes())).asked()
+    except OSError as error:
+        raise SpecError(f"{spec_file}: {error.strerror}") from None
+    except ValueError as error:
+        raise SpecError(f"{spec_file}: not JSON ({error})") from None
+    for name in ("model", "training_file", "validation_file"):
+        if asked.get(name) and (path := Path(asked[name]).expanduser()).exists():
+            asked[name] = str(path.resolve())
+    return asked
+
+
+def _show(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

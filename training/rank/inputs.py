@@ -1,0 +1,89 @@
+"""What a run is made from: spec, base model, tokenizer and rows, and what the plan has to know of them."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from training.errors import DataError, SpecError
+from training.plan import DataFacts, make_max_seq_len
+from training.rank.data import Prepared, prepare
+from training.rank.loss import count_tokens, count_trained
+from training.rank.model import context_tokens, load_config, load_tokenizer
+from training.rank.source import Source, find_source
+from training.rundir import file_sha256
+from training.spec import JobSpec, parse_spec
+
+NO_INFLUENCE = {"model", "training_file", "validation_file", "suffix", "metadata", "resources"}
+"""Fields that do not change what is trained; of files and model the content counts, not where they lie."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    spec: JobSpec
+    source: Source
+    config: Any
+    tokenizer: Any
+    training: Prepared
+    validation: Prepared | None
+
+
+def load_spec(path: Path) -> JobSpec:
+    """Raises SpecError."""
+    try:
+        return parse_spec(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise SpecError(f"{path}: not JSON ({error})") from None
+
+
+def load_inputs(spec: JobSpec, *, base_name: str | None = None, weights: bool) -> Inputs:
+    """Raises ModelError, DataError and SpecError."""
+    source = find_source(spec.model, weights=weights)
+    source = replace(source, name=base_name) if base_name is not None else source
+    config, tokenizer = load_config(source), load_tokenizer(source)
+    limit = make_max_seq_len(spec, context_tokens(config))
+    training = _prepare(spec, "training_file", spec.training_file, tokenizer, limit)
+    validation = None
+    if spec.validation_file is not None:
+        validation = _prepare(spec, "validation_file", spec.validation_file, tokenizer, limit)
+    return Inputs(spec, source, config, tokenizer, training, validation)
+
+
+def make_data_facts(inputs: Inputs) -> DataFacts:
+    rows = inputs.training.examples
+    return DataFacts(
+        counts=inputs.training.counts,
+        longest_tokens=max(count_tokens([row]) for row in rows),
+        longest_trained_tokens=max(count_trained([row]) for row in rows),
+        tokens=count_tokens(rows),
+        trained_tokens=count_trained(rows),
+        validation_rows=len(inputs.validation.examples) if inputs.validation else 0,
+    )
+
+
+def make_fingerprint(inputs: Inputs) -> str:
+    """A digest of everything that decides what a run comes to, wherever it runs: a checkpoint fits only its own run."""
+    spec = inputs.spec
+    files = [spec.training_file, *([spec.validation_file] if spec.validation_file else [])]
+    parts = [
+        {name: value for name, value in spec.asked().items() if name not in NO_INFLUENCE},
+        inputs.source.digest,
+        [file_sha256(Path(file)) for file in files],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _prepare(spec: JobSpec, param: str, file: str, tokenizer: Any, max_seq_len: int) -> Prepared:
+    asked = spec.hyper
+    try:
+        return prepare(
+            Path(file), tokenizer, max_seq_len=max_seq_len, truncation=asked.truncation, train_on=asked.train_on
+        )
+    except FileNotFoundError:
+        raise DataError(f"{param}: {file}: no such file", param=param) from None
+    except DataError as error:
+        error.param = error.param or param
+        raise

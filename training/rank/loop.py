@@ -1,0 +1,158 @@
+"""Training, as a list of verbs."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from training.errors import TrainingError
+from training.events import EventLog
+from training.plan import Plan
+from training.rank.checkpoint import Checkpoints, Progress
+from training.rank.data import Example
+from training.rank.evaluate import evaluate
+from training.rank.loss import count_tokens, count_trained, make_batch, score
+from training.rank.optim import learning_rate_at
+from training.rank.order import cut, epochs_done, make_window
+from training.rank.parallel import Parallel
+from training.rank.random_state import RandomState
+from training.rank.stop import Stop
+from training.rundir import checkpoint_name
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run consists of. `rows_per_pass` is the micro-batch, or 1 where the model cannot take several rows."""
+
+    plan: Plan
+    parallel: Parallel
+    examples: Sequence[Example]
+    validation: Sequence[Example]
+    rows_per_pass: int
+    events: EventLog
+    checkpoints: Checkpoints
+    progress: Progress
+    stop: Stop
+
+
+def train(run: Run) -> bool:
+    """Train from where the progress stands to the last step: True, or False where a stop was asked for before."""
+    saved_step = run.progress.step
+    evaluate_when_due(run)
+    while run.progress.step < run.plan.steps and take_step(run):
+        evaluate_when_due(run)
+        if run.progress.step % run.plan.save_steps == 0 and not evaluation_due(run):
+            save_checkpoint(run)
+            saved_step = run.progress.step
+    if run.progress.step > saved_step:
+        save_checkpoint(run)
+    return run.progress.step == run.plan.steps and not evaluation_due(run)
+
+
+def take_step(run: Run) -> bool:
+    """One optimizer step. False where a stop was asked for on the way: then all is as it was before the step."""
+    begun, random = time.perf_counter(), RandomState.take()
+    step = run.progress.step + 1
+    rows = [run.examples[row] for row in make_window(len(run.examples), run.plan.batch_size, run.plan.seed, step)]
+    train_loss = accumulate(run, rows)
+    if train_loss is None:
+        run.parallel.drop_gradients()
+        random.restore()
+        return False
+    grad_norm = float(run.parallel.clip())
+    learning_rate = learning_rate_at(step, run.plan)
+    healthy = math.isfinite(train_loss) and math.isfinite(grad_norm)
+    if healthy:
+        run.parallel.step(learning_rate)
+    step_s = time.perf_counter() - begun
+    advance(run.progress, rows, train_loss, step_s)
+    report_step(run, rows, learning_rate, grad_norm, step_s)
+    if not healthy:
+        raise not_finite(step, train_loss, rows)
+    return True
+
+
+def accumulate(run: Run, rows: Sequence[Example]) -> float | None:
+    """The loss of a window, its gradient left on the weights; None where a stop was asked for on the way."""
+    trained_tokens = count_trained(rows)
+    total = torch.zeros((), dtype=torch.float64, device=run.parallel.device)
+    passes = list(cut(rows, run.rows_per_pass))
+    for number, part in enumerate(passes, 1):
+        if run.stop.asked():
+            return None
+        with run.parallel.compute():
+            loss, _ = score(run.parallel.model, make_batch(part, run.parallel.device))
+        # Divided by the tokens of the whole window: the result does not depend on how the window is cut.
+        run.parallel.backward(loss / trained_tokens, last=number == len(passes))
+        total += loss.detach()
+    return float(run.parallel.total(total)) / trained_tokens
+
+
+def advance(progress: Progress, rows: Sequence[Example], train_loss: float, step_s: float) -> None:
+    progress.step += 1
+    progress.train_loss = train_loss
+    progress.num_tokens += count_tokens(rows)
+    progress.num_trained_tokens += count_trained(rows)
+    progress.seconds += step_s
+
+
+def report_step(run: Run, rows: Sequence[Example], learning_rate: float, grad_norm: float, step_s: float) -> None:
+    progress = run.progress
+    metrics = {
+        "train_loss": progress.train_loss,
+        "learning_rate": learning_rate,
+        "grad_norm": grad_norm,
+        "num_tokens": progress.num_tokens,
+        "num_trained_tokens": progress.num_trained_tokens,
+        "epoch": epochs_done(len(run.examples), run.plan.batch_size, progress.step),
+        "tokens_per_s": count_tokens(rows) / step_s,
+        "step_s": step_s,
+        "peak_memory_bytes": run.parallel.peak_memory_bytes(),
+    }
+    run.events.append("metrics", progress.step, metrics)
+
+
+def evaluation_due(run: Run) -> bool:
+    """At every `eval_steps` and at the end; also in a run that was stopped before it came to it."""
+    step, every = run.progress.step, run.plan.eval_steps
+    if every is None or run.progress.evaluated_step == step:
+        return False
+    return step == run.plan.steps or step % every == 0
+
+
+def evaluate_when_due(run: Run) -> None:
+    if not evaluation_due(run):
+        return
+    begun = time.perf_counter()
+    result = evaluate(run.parallel, run.validation, run.rows_per_pass, run.stop.asked)
+    if result is None:
+        return
+    run.progress.seconds += time.perf_counter() - begun
+    run.progress.eval_loss = result.loss if math.isfinite(result.loss) else None
+    run.progress.evaluated_step = run.progress.step
+    data = {"eval_loss": result.loss, "eval_token_accuracy": result.token_accuracy}
+    run.events.append("evaluated", run.progress.step, data)
+
+
+def save_checkpoint(run: Run) -> None:
+    manifest = run.checkpoints.save(run.parallel, run.progress)
+    progress = run.progress
+    data = {
+        "path": f"checkpoints/{checkpoint_name(progress.step)}",
+        "bytes": sum(file["bytes"] for file in manifest["files"]),
+        "train_loss": progress.train_loss,
+        "eval_loss": progress.eval_loss if progress.evaluated_step == progress.step else None,
+    }
+    run.events.append("checkpoint", progress.step, data)
+
+
+def not_finite(step: int, train_loss: float, rows: Sequence[Example]) -> TrainingError:
+    what = "gradient" if math.isfinite(train_loss) else "loss"
+    lines = ", ".join(str(row.line) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+    message = (
+        f"the {what} of step {step} is not finite (rows of lines {lines}); lower the learning_rate, "
+        "or look at these rows"
+    )
+    return TrainingError(message, code="non_finite_loss")

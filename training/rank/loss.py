@@ -1,0 +1,101 @@
+"""One forward pass: rows laid end to end without padding, the output head only where a label is, the loss in fp32."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from training.rank.data import Example
+from training.rank.model import forward_names, get_base
+
+NO_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some rows as one sequence. `kept` are the places whose next token carries loss, `targets` those tokens."""
+
+    input_ids: Tensor
+    "(1, tokens)"
+    position_ids: Tensor | None
+    "(1, tokens), beginning at 0 with each row, which is where models see that attention must end; None for one row."
+    kept: Tensor
+    "(trained tokens,)"
+    targets: Tensor
+    "(trained tokens,)"
+
+
+def count_tokens(examples: Sequence[Example]) -> int:
+    return sum(len(example.input_ids) for example in examples)
+
+
+def count_trained(examples: Sequence[Example]) -> int:
+    """Tokens that carry loss. The first token of a row never does: nothing comes before it."""
+    return sum(label != NO_LABEL for example in examples for label in example.labels[1:])
+
+
+def make_batch(examples: Sequence[Example], device: torch.device) -> Batch:
+    """Raises ValueError for a row that has nothing to train."""
+    ids: list[int] = []
+    positions: list[int] = []
+    kept: list[int] = []
+    targets: list[int] = []
+    for example in examples:
+        places = [place for place, label in enumerate(example.labels[1:]) if label != NO_LABEL]
+        kept += [len(ids) + place for place in places]
+        targets += [example.labels[place + 1] for place in places]
+        # What follows the last place that predicts a trained token cannot change any loss.
+        used = max(places) + 1
+        ids += example.input_ids[:used]
+        positions += range(used)
+
+    def tensor(numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=device)
+
+    several = len(examples) > 1
+    return Batch(tensor([ids]), tensor([positions]) if several else None, tensor(kept), tensor(targets))
+
+
+def score(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy of the trained tokens, and how many of them were the most likely ones."""
+    logits = compute_logits(model, batch)
+    loss = functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
+    with torch.no_grad():
+        right = (logits.argmax(-1) == batch.targets).sum()
+    return loss, right
+
+
+def compute_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """(trained tokens, vocabulary)."""
+    taken = forward_names(type(get_base(model)))
+    arguments = {"logits_to_keep": batch.kept, "position_ids": batch.position_ids}
+    arguments = {name: value for name, value in arguments.items() if name in taken and value is not None}
+    logits: Tensor = model(input_ids=batch.input_ids, use_cache=False, **arguments).logits[0]
+    # A model that does not know which places are wanted has computed them all.
+    return logits if len(logits) == len(batch.kept) else logits[batch.kept]
+
+
+@torch.no_grad()
+def keeps_rows_apart(model: nn.Module, device: torch.device) -> bool:
+    """Whether rows laid end to end are to this model as rows by themselves, tried with a short pair. They are not where
+    a state is carried along (Mamba and its like) or positions are counted by the model itself."""
+    if "position_ids" not in forward_names(type(get_base(model))):
+        return False
+    training = model.training
+    model.eval()
+    try:
+        first, other, row = (_probe(start) for start in (3, 11, 19))
+        beside_first = compute_logits(model, make_batch([first, row], device))[-7:]
+        beside_other = compute_logits(model, make_batch([other, row], device))[-7:]
+        alone = compute_logits(model, make_batch([row], device))
+    finally:
+        model.train(training)
+    apart = (beside_first - alone).float().abs().mean() / alone.float().std()
+    return torch.equal(beside_first, beside_other) and float(apart) < (1e-4 if alone.dtype == torch.float32 else 5e-2)
+
+
+def _probe(start: int) -> Example:
+    ids = list(range(start, start + 8))
+    return Example(line=0, input_ids=ids, labels=ids)

@@ -1,0 +1,150 @@
+"""The base model: its tokenizer, the facts that the plan needs, and the weights in their types, ready to train."""
+
+import inspect
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.errors import ModelError, SpecError
+from training.plan import ModelFacts, Plan
+from training.rank.lora import add_lora, count_lora_parameters
+from training.rank.source import Source
+from training.spec import Adapter
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load_tokenizer(source: Source) -> Any:
+    """Raises ModelError where the folder holds none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise whatever their parsers trip over
+        raise _unfit(source, "its tokenizer cannot be loaded", error) from error
+
+
+def load_config(source: Source) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise _unfit(source, "its config.json cannot be used", error) from error
+
+
+def context_tokens(config: Any) -> int | None:
+    """The longest sequence that the model was made for; None where its kind has no such limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
+    """Counted on a model without memory (torch's meta device).
+
+    Raises:
+        ModelError: not a causal language model.
+        SpecError: `adapter.target_modules` names no linear layer.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise _unfit(source, "not a causal language model", error) from error
+    text = config.get_text_config()
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return ModelFacts(
+        family=config.model_type,
+        hidden_size=text.hidden_size,
+        layers=text.num_hidden_layers,
+        vocabulary=text.vocab_size,
+        parameters=parameters,
+        trained_parameters=parameters if adapter.type == "full" else count_lora_parameters(model, adapter),
+        context_tokens=context_tokens(config),
+    )
+
+
+def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | None = None) -> nn.Module:
+    """The model on its device in train mode: what is trained in fp32, frozen weights in the compute type.
+
+    `weights` is the folder of a checkpoint of a full fine-tune, read in the place of the base.
+
+    Raises:
+        ModelError: the weights are not whole.
+    """
+    full = adapter.type == "full"
+    dtype = torch.float32 if full else DTYPES[plan.precision]
+    model = _load_weights(source, weights or source.folder, dtype, plan.attention)
+    if full:
+        _own_weights(model)
+    else:
+        model = add_lora(model, adapter, source, plan.seed)
+    model = model.to(plan.device)
+    if plan.gradient_checkpointing:
+        _checkpoint_activations(model)
+    return model.train()
+
+
+def base_dtype(config: Any) -> torch.dtype:
+    """The type in which the base model's weights were published."""
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), torch.float32)
+
+
+def get_base(model: nn.Module) -> nn.Module:
+    """The transformers model inside, with or without adapters around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@cache
+def forward_names(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of the arguments that a model's forward takes."""
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def _load_weights(source: Source, folder: Path, dtype: torch.dtype, attention: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # safetensors, transformers and the operating system each have their own
+        raise _unfit(source, "its weights cannot be loaded", error) from error
+    # transformers would make up what is not there and go on.
+    missing = sorted(report["missing_keys"]) + sorted(str(entry) for entry in report["mismatched_keys"])
+    if missing:
+        raise ModelError(
+            f"{source.name}: its weights lack {', '.join(missing[:3])}; fetch the model again", param="model"
+        )
+    return model
+
+
+def _own_weights(model: nn.Module) -> None:
+    """Copy the weights out of the mapped file. There they lie at odd addresses, which change where a checkpoint is read
+    instead, and matrix libraries round by the address: a resumed run would differ in the last bit."""
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    base = get_base(model)
+    if not base.supports_gradient_checkpointing:
+        param = "gradient_checkpointing"
+        raise SpecError(f"{param}: {type(base).__name__} cannot do it; set it to false", param=param)
+    base.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def _unfit(source: Source, what: str, error: Exception) -> ModelError:
+    lines = str(error).strip().splitlines()
+    return ModelError(f"{source.name}: {what} ({lines[0] if lines else type(error).__name__})", param="model")

@@ -1,0 +1,89 @@
+"""On how many devices a model is trained, behind one small protocol, so that the loop does not know."""
+
+import resource
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from training.plan import Plan
+from training.rank.optim import build_optimizer
+
+
+class Parallel(Protocol):
+    """A model with its optimizer. All ranks call the same methods in the same order."""
+
+    model: nn.Module
+    device: torch.device
+
+    def compute(self) -> AbstractContextManager[Any]:
+        """Where forward passes are made: sets the compute type."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add a loss's gradient; with the `last` one of a window the gradients of all ranks are summed."""
+
+    def clip(self) -> Tensor:
+        """The global norm of the gradients, and then clip them to `max_grad_norm`."""
+
+    def step(self, learning_rate: float) -> None:
+        """Change the weights and forget the gradients."""
+
+    def drop_gradients(self) -> None: ...
+
+    def total(self, value: Tensor) -> Tensor:
+        """A sum over the ranks."""
+
+    def peak_memory_bytes(self) -> int: ...
+
+    def optimizer_state(self) -> dict[str, Any]: ...
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None: ...
+
+
+class SingleDevice:
+    """One GPU, or the CPU."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.model = model
+        self.device = torch.device(plan.device)
+        self._plan = plan
+        self._trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self._optimizer = build_optimizer(model, plan)
+
+    def compute(self) -> AbstractContextManager[Any]:
+        if self._plan.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:  # noqa: ARG002 - nothing is summed over ranks
+        loss.backward()
+
+    def clip(self) -> Tensor:
+        norm = nn.utils.get_total_norm([weight.grad for weight in self._trained if weight.grad is not None])
+        if self._plan.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(self._trained, self._plan.max_grad_norm, norm)
+        return norm
+
+    def step(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+    def peak_memory_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)

@@ -1,0 +1,195 @@
+"""One run from its directory to its end: assemble the parts, train, write the result, close."""
+
+import os
+import random
+import shutil
+import sys
+import traceback
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from training.errors import CapacityError
+from training.events import EventLog
+from training.hardware import Hardware, find_hardware
+from training.plan import Plan, make_plan
+from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress
+from training.rank.failure import explain
+from training.rank.inputs import Inputs, load_inputs, load_spec, make_data_facts, make_fingerprint
+from training.rank.lock import lock
+from training.rank.loop import Run, train
+from training.rank.loss import keeps_rows_apart
+from training.rank.model import base_dtype, build_model, make_facts
+from training.rank.parallel import SingleDevice
+from training.rank.stop import Stop
+from training.rank.weights import save_weights, weights_name
+from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, commit_folder, step_of, write_json
+
+MAX_ROW_WARNINGS = 20
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at a run: where it is, how to stop it, where it tells what, and how far it is."""
+
+    run_dir: RunDir
+    number: int
+    stop: Stop
+    events: EventLog
+    progress: Progress
+
+
+def run(run_dir: RunDir, attempt: int, stop: Stop, *, base_name: str | None = None, plan_only: bool = False) -> int:
+    """Go on with the run of a directory, or make only its plan; the exit code. Every ending is told as an event.
+
+    Raises:
+        BlockingIOError: another process is at work in this directory.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(lock(run_dir.path / "lock", wait=False))
+        events = EventLog(run_dir.events, attempt)
+        stack.callback(events.close)
+        this = Attempt(run_dir, attempt, stop, events, Progress())
+        try:
+            return _plan_and_train(this, base_name, plan_only)
+        except Exception as error:  # the last resort: whatever it is, the reader of the events is told
+            failure = explain(error)
+            if failure is not error or error.__cause__:
+                traceback.print_exception(error)
+            print(f"error: {failure.message}", file=sys.stderr)
+            events.append("failed", this.progress.step, failure.as_dict())
+            return EXIT_FAILED
+
+
+def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> int:
+    spec = load_spec(this.run_dir.spec)
+    hardware = find_hardware()
+    _use_cores(hardware)
+    found = None if plan_only else _find_checkpoint(this)
+    resumed_from = step_of(found) if found else None
+    device = "cpu" if spec.resources.gpus == 0 else hardware.kind
+    start = {"pid": os.getpid(), "device": device, "resumed_from": resumed_from}
+    this.events.append("started", resumed_from or 0, start)
+    inputs = load_inputs(spec, base_name=base_name, weights=not plan_only)
+    plan = make_plan(spec, hardware, make_facts(inputs.source, inputs.config, spec.adapter), make_data_facts(inputs))
+    write_json(this.run_dir.plan, plan.as_json())
+    this.events.append("plan", resumed_from or 0, plan.as_json())
+    if found is None:
+        _warn_of_rows(this.events, inputs)
+    if plan_only:
+        return EXIT_FINISHED
+    parts = _build(this, inputs, plan, found)
+    if not train(parts):
+        this.events.append("stopped", this.progress.step, {"reason": this.stop.reason})
+        return EXIT_STOPPED
+    _save_result(this.run_dir, inputs, parts)
+    this.events.append("finished", this.progress.step, _summary(this.progress))
+    return EXIT_FINISHED
+
+
+def _find_checkpoint(this: Attempt) -> Path | None:
+    listed = this.run_dir.list_checkpoints()
+    found = this.run_dir.find_resume_point()
+    for bad in (path for path in listed if not path.exists()):
+        message = f"checkpoints/{bad.name} is damaged: set aside as {bad.name}.bad"
+        this.events.append("warning", step_of(bad), {"message": message, "code": "damaged_checkpoint"})
+    return found
+
+
+def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run:
+    """The model on its device and all around it, as at the start or as the checkpoint left it."""
+    checkpoints = Checkpoints(this.run_dir, make_fingerprint(inputs), this.number, inputs.tokenizer, inputs.source)
+    if found:
+        checkpoints.require_own(found)
+        load_progress(found, this.progress)
+    _set_up_device(plan)
+    _seed(plan.seed)
+    adapter = inputs.spec.adapter
+    weights = found / "model" if found and adapter.type == "full" else None
+    parallel = SingleDevice(build_model(inputs.source, plan, adapter, weights), plan)
+    if found:
+        load_checkpoint(found, parallel)
+    return Run(
+        plan=plan,
+        parallel=parallel,
+        examples=inputs.training.examples,
+        validation=inputs.validation.examples if inputs.validation else [],
+        rows_per_pass=_rows_per_pass(this, parallel, plan),
+        events=this.events,
+        checkpoints=checkpoints,
+        progress=this.progress,
+        stop=this.stop,
+    )
+
+
+def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan) -> int:
+    """The micro-batch; 1 where the model cannot tell rows apart, which changes the speed and not the result."""
+    if plan.micro_batch_size == 1:
+        return 1
+    with parallel.compute():
+        if keeps_rows_apart(parallel.model, parallel.device):
+            return plan.micro_batch_size
+    message = "this kind of model mixes up rows of one pass; each row gets a pass of its own"
+    this.events.append("warning", this.progress.step, {"message": message, "code": "row_by_row"})
+    return 1
+
+
+def _use_cores(hardware: Hardware) -> None:
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(hardware.cpu_cores)
+
+
+def _set_up_device(plan: Plan) -> None:
+    """Raises CapacityError where torch cannot use the GPU that the driver shows."""
+    if plan.device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        message = (
+            "the driver shows a GPU but torch cannot use it; install a torch that fits the driver, "
+            "or set resources.gpus to 0"
+        )
+        raise CapacityError(message, param="resources.gpus", code="device_unusable")
+    # A resumed run equals the uninterrupted one: no kernel whose sums depend on the order in which threads come.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _warn_of_rows(events: EventLog, inputs: Inputs) -> None:
+    for param, part in {"training_file": inputs.training, "validation_file": inputs.validation}.items():
+        issues = part.warnings if part else []
+        for issue in issues[:MAX_ROW_WARNINGS]:
+            events.append("warning", 0, {**issue.as_dict(), "message": str(issue), "param": param})
+        if len(issues) > MAX_ROW_WARNINGS:
+            message = f"{len(issues) - MAX_ROW_WARNINGS} more warnings of rows are not listed"
+            events.append("warning", 0, {"message": message, "param": param})
+
+
+def _save_result(run_dir: RunDir, inputs: Inputs, parts: Run) -> None:
+    """Write `adapter/` or `model/`. A full fine-tune in bf16 is delivered in the type of its base."""
+    model = parts.parallel.model
+    target = run_dir.path / weights_name(model)
+    beside = target.with_name(f".{target.name}")
+    shutil.rmtree(beside, ignore_errors=True)
+    if inputs.spec.adapter.type == "full" and parts.plan.precision == "bf16":
+        model.to(base_dtype(inputs.config))
+    save_weights(model, inputs.tokenizer, inputs.source, beside)
+    commit_folder(beside, target, {"step": parts.progress.step, "fingerprint": parts.checkpoints.fingerprint})
+
+
+def _summary(progress: Progress) -> dict[str, float | None]:
+    return {
+        "steps": progress.step,
+        "trained_tokens": progress.num_trained_tokens,
+        "train_loss": progress.train_loss,
+        "eval_loss": progress.eval_loss,
+        "seconds": progress.seconds,
+    }

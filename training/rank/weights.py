@@ -1,0 +1,88 @@
+"""What a run makes, as folders that peft and transformers load by themselves: `adapter/` or `model/`."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from training.errors import TrainingError
+from training.rank.model import get_base
+from training.rank.source import Source
+from training.rundir import write_json
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def is_adapted(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def weights_name(model: nn.Module) -> str:
+    return "adapter" if is_adapted(model) else "model"
+
+
+def save_weights(model: nn.Module, tokenizer: Any, source: Source, folder: Path) -> None:
+    """Write the trained weights in their type, with config, tokenizer and chat template beside them.
+
+    Raises:
+        TrainingError: a weight is not finite; nothing is written.
+    """
+    _require_finite(model)
+    folder.mkdir(parents=True)
+    if is_adapted(model):
+        _save_adapter(model, folder)
+    else:
+        _save_model(model, source, folder)
+    tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors lets only the owner read
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Put the adapter of a checkpoint into a model that was made for it."""
+    from peft import set_peft_model_state_dict
+
+    report = set_peft_model_state_dict(model, load_file(folder / ADAPTER_WEIGHTS))
+    missing = [name for name in report.missing_keys if "lora_" in name]
+    if missing or report.unexpected_keys:
+        raise TrainingError(f"{folder}: the adapter does not fit the model: {(missing or report.unexpected_keys)[:3]}")
+
+
+def _save_adapter(model: nn.Module, folder: Path) -> None:
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    state = {name: weight.detach().cpu().contiguous() for name, weight in state.items()}
+    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = {**model.peft_config["default"].to_dict(), "inference_mode": True}
+    # Sets have no order of their own: the same run is to give the same bytes.
+    config = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    write_json(folder / "adapter_config.json", config)
+
+
+def _save_model(model: nn.Module, source: Source, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    # Many published generation configs contradict themselves, which transformers reads but does not write: theirs is
+    # copied as it is.
+    published, own = source.folder / "generation_config.json", model.generation_config
+    model.generation_config = GenerationConfig() if published.exists() else own
+    try:
+        get_base(model).save_pretrained(folder)
+    finally:
+        model.generation_config = own
+    if published.exists():
+        shutil.copyfile(published, folder / published.name)
+
+
+def _require_finite(model: nn.Module) -> None:
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    bad = [name for name, weight in trained if not torch.isfinite(weight).all()]
+    if bad:
+        raise TrainingError(
+            f"{len(bad)} of {len(trained)} trained weights are not finite, such as {bad[0]}; lower the learning_rate",
+            code="non_finite_weights",
+        )
