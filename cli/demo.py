@@ -87,6 +87,9 @@ def _running_service(folder: Path, console: Console) -> Iterator[Client]:
         _say(console, f"The service is up at {url}; logs are in {log.parent}")
         with Client(url, (folder / "key").read_text().strip()) as client:
             yield client
+    except KeyboardInterrupt:
+        console.print("Ending the service ...")
+        raise
     finally:
         kept.end()
 

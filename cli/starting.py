@@ -58,7 +58,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def _quote(log: Path | None, lines: int = 12) -> str:
-    if log is None:
-        return "its output stands above"
-    text = log.read_text("utf-8", errors="replace") if log.exists() else ""
-    return "\n".join([f"the end of {log}:", *(f"  {line}" for line in text.splitlines()[-lines:])])
+    if log is None or not log.exists():
+        return ""
+    last = log.read_text("utf-8", errors="replace").splitlines()[-lines:]
+    return "\n".join([f"; the end of {log}:", *(f"  {line}" for line in last)])

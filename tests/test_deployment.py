@@ -1,4 +1,4 @@
-"""docker-compose.yml and the Dockerfile cannot be run in a test: they are read, and held against the code they start."""
+"""docker-compose.yml and the Dockerfile cannot be run in a test: they are read, and held against the code."""
 
 import re
 from pathlib import Path
@@ -64,12 +64,12 @@ def test_the_worker_reserves_gpus_and_gets_time_for_a_checkpoint() -> None:
 
 
 def test_api_and_worker_see_the_same_artifacts_and_models() -> None:
-    shared = [
-        {volume.rpartition(":/")[2] for volume in COMPOSE["services"][service]["volumes"]} for service in ("api", "worker")
-    ]
-    for mounts in shared:
+    services = COMPOSE["services"]
+    for name in ("api", "worker"):
+        mounts = {volume.rpartition(":/")[2] for volume in services[name]["volumes"]}
         assert {"artifacts", "models:ro"} <= mounts
-    named = {volume.partition(":")[0] for service in COMPOSE["services"].values() for volume in service.get("volumes", [])}
+    mounted = [volume for service in services.values() for volume in service.get("volumes", [])]
+    named = {volume.partition(":")[0] for volume in mounted}
     assert {name for name in named if re.fullmatch(r"\w+", name)} == set(COMPOSE["volumes"])
 
 

@@ -15,7 +15,7 @@ from worker.processes import is_locked, start_detached
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 5.0
+LONGEST_BEAT_S = 5.0
 
 
 class HostKeeper(threading.Thread):
@@ -33,7 +33,7 @@ class HostKeeper(threading.Thread):
                 log.warning("the database is away: %s", str(away).splitlines()[0])
             except Exception:
                 log.exception("the host could not be kept; trying again")
-            self._stop_asked.wait(BEAT_S)
+            self._stop_asked.wait(min(LONGEST_BEAT_S, self._settings.renew_s))
 
     def stop(self) -> None:
         self._stop_asked.set()

@@ -1,0 +1,123 @@
+"""What travels between a host and the object store arrives whole, or is not taken."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from store import artifacts
+from store.attempts import RunInput
+from store.settings import Settings
+from training.rundir import RunDir, checkpoint_name, commit_folder, file_sha256, verify
+from worker.prepare import PrepareError, prepare_run
+from worker.ship import write_archive
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.checkpoints.mkdir(parents=True)
+    return run
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Settings) -> None:
+    """`tiny` is a folder of this host."""
+    from store import settings
+
+    (tmp_path / "models.json").write_text(
+        json.dumps({"tiny": "/models/tiny", "far": {"hub": "org/far", "revision": "v1"}})
+    )
+    monkeypatch.setenv("BURNISH_MODELS", str(tmp_path / "models.json"))
+    settings.get_settings.cache_clear()
+
+
+def store_file(tmp_path: Path, content: bytes) -> tuple[str, str]:
+    path = tmp_path / "upload"
+    path.write_bytes(content)
+    artifacts.put_file("files/f1", path)
+    return "files/f1", file_sha256(path)
+
+
+def store_checkpoint(tmp_path: Path, step: int) -> tuple[int, str, dict[str, object]]:
+    beside = tmp_path / f"made-{step}"
+    (beside / "adapter").mkdir(parents=True)
+    (beside / "adapter" / "weights").write_bytes(bytes([step]) * 1000)
+    (beside / "state.pt").write_bytes(b"state")
+    target = tmp_path / f"checkpoint-{step}"
+    manifest = commit_folder(beside, target, {"step": step})
+    prefix = f"jobs/j/checkpoints/1/{step}"
+    for path in target.rglob("*"):
+        if path.is_file():
+            artifacts.put_file(f"{prefix}/{path.relative_to(target).as_posix()}", path)
+    return step, prefix, manifest
+
+
+def make_input(
+    file: tuple[str, str], *checkpoints: tuple[int, str, dict[str, object]], model: str = "tiny"
+) -> RunInput:
+    spec = {"model": model, "training_file": "file-1", "seed": 3}
+    return RunInput(spec, [], 0, {"training_file": file}, list(checkpoints))
+
+
+def test_the_spec_of_a_run_names_what_lies_on_its_host(tmp_path: Path, run: RunDir) -> None:
+    prepare_run(run, make_input(store_file(tmp_path, b"rows")))
+    spec = json.loads(run.spec.read_text())
+    assert Path(spec["training_file"]).read_bytes() == b"rows"
+    assert (spec["model"], spec["seed"]) == ("/models/tiny", 3)
+    prepare_run(run, make_input(store_file(tmp_path, b"rows"), model="far"))
+    assert json.loads(run.spec.read_text())["model"] == "org/far@v1"
+
+
+def test_bytes_that_are_not_those_that_were_uploaded_are_refused(tmp_path: Path, run: RunDir) -> None:
+    key, _ = store_file(tmp_path, b"rows")
+    with pytest.raises(PrepareError, match="training_file"):
+        prepare_run(run, make_input((key, "0" * 64)))
+
+
+def test_another_host_gets_the_newest_checkpoint(tmp_path: Path, run: RunDir) -> None:
+    newest, older = store_checkpoint(tmp_path, 8), store_checkpoint(tmp_path, 4)
+    prepare_run(run, make_input(store_file(tmp_path, b"rows"), newest, older))
+    found = run.find_resume_point()
+    assert found is not None
+    assert found.name == checkpoint_name(8)
+    assert verify(found) is None
+    assert len(run.list_checkpoints()) == 1, "one is enough"
+
+
+def test_of_a_damaged_or_missing_checkpoint_the_one_before_is_taken(tmp_path: Path, run: RunDir) -> None:
+    gone, damaged, older = (store_checkpoint(tmp_path, step) for step in (9, 8, 4))
+    artifacts.delete(f"{gone[1]}/state.pt")
+    flipped = bytearray(bytes([8]) * 1000)
+    flipped[500] ^= 1
+    (tmp_path / "flipped").write_bytes(flipped)
+    artifacts.put_file(f"{damaged[1]}/adapter/weights", tmp_path / "flipped")
+    prepare_run(run, make_input(store_file(tmp_path, b"rows"), gone, damaged, older))
+    assert [path.name for path in run.list_checkpoints()] == [checkpoint_name(4)]
+    assert not list(run.checkpoints.glob(".*")), "nothing half done is left"
+
+
+def test_a_newer_checkpoint_of_this_host_is_kept(tmp_path: Path, run: RunDir) -> None:
+    stored = store_checkpoint(tmp_path, 4)
+    (tmp_path / "local" / "adapter").mkdir(parents=True)
+    (tmp_path / "local" / "adapter" / "weights").write_bytes(b"9")
+    commit_folder(tmp_path / "local", run.checkpoints / checkpoint_name(9), {"step": 9})
+    prepare_run(run, make_input(store_file(tmp_path, b"rows"), stored))
+    assert [path.name for path in run.list_checkpoints()] == [checkpoint_name(9)]
+
+
+def test_equal_folders_give_equal_archives_without_the_manifest(tmp_path: Path) -> None:
+    sums = set()
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("z.json", "b.safetensors"):
+            (folder / file).write_bytes(file.encode() * 100)
+        commit_folder(folder, tmp_path / f"{name}-done", {"made_by": name})
+        write_archive(tmp_path / f"{name}-done", tmp_path / f"{name}.zip")
+        sums.add(file_sha256(tmp_path / f"{name}.zip"))
+    assert len(sums) == 1
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        assert archive.namelist() == ["b.safetensors", "z.json"]
+        assert archive.testzip() is None
