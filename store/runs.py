@@ -26,11 +26,36 @@ def store_events(session: Session, job_id: str, number: int, events: Sequence[Ev
         FencedError: the attempt is not the current one any more.
     """
     job, attempt = lock_current(session, job_id, number)
+    points = Points(job_id)
     for event in events:
         if event.seq > attempt.last_seq:
-            _store_event(session, job, attempt, event)
+            _store_event(session, job, attempt, event, points)
             attempt.last_seq = event.seq
+    points.store(session)
     return job.desired_status
+
+
+class Points:
+    """Values of steps on their way into one statement. Those of one step are merged: evaluation comes after the step's
+    own numbers."""
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    def add(self, event: Event) -> None:
+        earlier = self._rows.get(event.step, {"data": {}})
+        at = earlier.get("at") or datetime.fromtimestamp(event.at, UTC)
+        about = {"job_id": self._job_id, "step": event.step, "attempt": event.attempt, "at": at}
+        self._rows[event.step] = {**about, "data": {**earlier["data"], **event.data}}
+
+    def store(self, session: Session) -> None:
+        if not self._rows:
+            return
+        statement = insert(Metric).values(list(self._rows.values()))
+        merged = {"data": Metric.data.op("||")(statement.excluded.data), "attempt": statement.excluded.attempt}
+        session.execute(statement.on_conflict_do_update(index_elements=[Metric.job_id, Metric.step], set_=merged))
+        self._rows = {}
 
 
 def forget_events(session: Session, job_id: str, number: int) -> None:
@@ -80,14 +105,16 @@ def find_artifact(session: Session, job_id: str, kind: str) -> Artifact | None:
     return session.get(Artifact, (job_id, kind))
 
 
-def _store_event(session: Session, job: Job, attempt: Attempt, event: Event) -> None:
+def _store_event(session: Session, job: Job, attempt: Attempt, event: Event, points: Points) -> None:
     match event.type:
         case "started" if event.attempt == attempt.number:
+            points.store(session)
             _forget_after(session, job, attempt, event)
         case "plan":
             job.plan = event.data
         case "metrics" | "evaluated":
-            _store_metrics(session, job, event)
+            points.add(event)
+            _tell_metrics(session, job, event)
         case "warning":
             append_event(session, job, event.data["message"], level="warn", step=event.step, data=event.data)
 
@@ -106,16 +133,7 @@ def _forget_after(session: Session, job: Job, attempt: Attempt, event: Event) ->
     append_event(session, job, where if resumed_from is None else f"{where}, resumed from step {resumed_from}")
 
 
-def _store_metrics(session: Session, job: Job, event: Event) -> None:
-    """Values of one step are merged: evaluation comes after the step's own numbers."""
-    at = datetime.fromtimestamp(event.at, UTC)
-    statement = insert(Metric).values(job_id=job.id, step=event.step, attempt=event.attempt, at=at, data=event.data)
-    merged = Metric.data.op("||")(statement.excluded.data)
-    session.execute(
-        statement.on_conflict_do_update(
-            index_elements=[Metric.job_id, Metric.step], set_={"data": merged, "attempt": event.attempt}
-        )
-    )
+def _tell_metrics(session: Session, job: Job, event: Event) -> None:
     name = "training loss" if event.type == "metrics" else "validation loss"
     loss = event.data.get("train_loss" if event.type == "metrics" else "eval_loss")
     total = f"/{job.plan['steps']}" if job.plan else ""
