@@ -48,12 +48,12 @@ def demo(console: Console) -> None:
     began = time.monotonic()
     settings = get_settings()
     folder = settings.data_dir.resolve() / "demo"
-    console.print("SmolLM2-135M-Instruct learns to answer like Ember, the helper of a metal workshop.\n")
+    _say(console, "SmolLM2-135M-Instruct learns to answer like Ember, the helper of a metal workshop.\n")
     model = find_demo_model(settings, lambda line: _say(console, line))
     _write_models(folder, model)
     with _running_service(folder, console) as client:
         adapter = _train(client, folder, console)
-    console.print("The service has ended. Now the same questions to both models, none of them trained:\n")
+    _say(console, "The service has ended. Now the same questions to both models, none of them trained:\n")
     console.print(_make_table(_compare(model, adapter, folder)))
     _say_how_to_go_on(folder, adapter, time.monotonic() - began, console)
 

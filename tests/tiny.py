@@ -9,6 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from training.plan import Counts, Memory, Plan
+
 TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
@@ -116,3 +118,38 @@ def make_body(
         **more,
     }
     return {**body, "validation_file": str(validation)} if validation else body
+
+
+def make_plan(**changes: Any) -> Plan:
+    """A plan for the CPU; `changes` are what a test is about."""
+    plan = Plan(
+        device="cpu",
+        ranks=1,
+        seed=0,
+        steps=20,
+        steps_per_epoch=10,
+        n_epochs=2,
+        batch_size=4,
+        micro_batch_size=1,
+        gradient_accumulation_steps=4,
+        learning_rate=3e-4,
+        lr_scheduler="cosine",
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        optimizer="adamw",
+        max_seq_len=CONTEXT_TOKENS,
+        truncation="truncate",
+        train_on="assistant",
+        eval_steps=None,
+        save_steps=10,
+        precision="fp32",
+        gradient_checkpointing=False,
+        attention="sdpa",
+        parameters=0,
+        trained_parameters=0,
+        memory=Memory(weights_bytes=0, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, logits_bytes=0),
+        counts=Counts(rows=40, trained_rows=40),
+        reasons={},
+    )
+    return plan.model_copy(update=changes)

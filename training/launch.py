@@ -14,7 +14,7 @@ from typing import Any
 from training.errors import SpecError
 from training.events import Event, read_events
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
-from training.spec import parse_spec
+from training.spec import load_spec
 
 POLL_S = 0.2
 KEPT = {
@@ -184,12 +184,7 @@ def _tell_death(code: int, run_dir: RunDir) -> None:
 
 def _read_spec(spec_file: Path) -> dict[str, Any]:
     """The checked body, with absolute paths: the run directory may be gone on with from anywhere."""
-    try:
-        asked = parse_spec(json.loads(spec_file.read_bytes())).asked()
-    except OSError as error:
-        raise SpecError(f"{spec_file}: {error.strerror}") from None
-    except ValueError as error:
-        raise SpecError(f"{spec_file}: not JSON ({error})") from None
+    asked = load_spec(spec_file).asked()
     for name in ("model", "training_file", "validation_file"):
         if asked.get(name) and (path := Path(asked[name]).expanduser()).exists():
             asked[name] = str(path.resolve())

@@ -25,6 +25,7 @@ class ModelFacts(_Fact):
 
     family: str
     hidden_size: int
+    intermediate_size: int
     layers: int
     vocabulary: int
     parameters: int
@@ -180,22 +181,23 @@ def forecast_memory(
     """Bytes by part on the device.
 
     Model states as in ZeRO (Rajbhandari et al. 2020, section 3.1): what is trained is kept in fp32 with its gradient
-    and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations as in Korthikanti et al.
-    2022, section 4.1: 34 x tokens x hidden bytes a layer at 16 bits without the attention matrix, which SDPA never
-    stores; with checkpointing one input a layer and one whole layer. The head runs on labelled positions only: logits
-    and their gradient in fp32.
+    and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations are counted as Korthikanti
+    et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
+    backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
+    gated MLP) numbers; with checkpointing one input a layer and one whole layer. The head runs on labelled positions
+    only: logits, their logarithms and their gradient, in fp32.
     """
     width = 2 if precision == "bf16" else 4
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
     tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
-    layer_bytes = 17 * width * tokens * model.hidden_size
+    layer_bytes = width * tokens * (12 * model.hidden_size + 4 * model.intermediate_size)
     kept = layer_bytes + model.layers * width * tokens * model.hidden_size
     return Memory(
         weights_bytes=frozen * width + model.trained_parameters * 4,
         gradients_bytes=model.trained_parameters * 4,
         optimizer_bytes=model.trained_parameters * 8,
         activations_bytes=kept if gradient_checkpointing else model.layers * layer_bytes,
-        logits_bytes=2 * 4 * micro_batch_size * data.longest_trained_tokens * model.vocabulary,
+        logits_bytes=3 * 4 * micro_batch_size * data.longest_trained_tokens * model.vocabulary,
     )
 
 
@@ -262,11 +264,12 @@ def _fit(
     """Micro-batch and checkpointing: as many rows as fit; checkpointing only where one row does not fit without it,
     since it costs about a third more time (Chen et al. 2016)."""
     asked = spec.hyper
-    memory_bytes = hardware.gpus[0].memory_bytes if device == "cuda" else hardware.memory_bytes
+    # A host's memory is shared with everything else on it, and its allocator keeps some of what was freed.
+    room_bytes = 0.85 * hardware.gpus[0].memory_bytes if device == "cuda" else 0.6 * hardware.memory_bytes
 
     def fits(micro: int, checkpointing: bool) -> bool:
         memory = forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing)
-        return memory.total_bytes < 0.85 * memory_bytes
+        return memory.total_bytes < room_bytes
 
     smallest = _given_micro(asked, batch) or 1
     checkpointing = spec.gradient_checkpointing

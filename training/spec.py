@@ -1,9 +1,11 @@
 """What was asked: the create body of a job as a frozen value, every field checked and named in its error."""
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
@@ -308,6 +310,20 @@ def parse_spec(body: object) -> JobSpec:
         return JobSpec.model_validate(_without_nulls(body))
     except ValidationError as bad:
         raise _as_spec_error(bad.errors()[0]) from None
+
+
+def load_spec(path: Path) -> JobSpec:
+    """Read and check a create body that stands in a JSON file.
+
+    Raises:
+        SpecError: also where there is no such file, or it holds no JSON.
+    """
+    try:
+        return parse_spec(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{path}: not JSON ({error})") from None
 
 
 def _check_texts(value: Any, path: str) -> None:

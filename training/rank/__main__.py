@@ -1,6 +1,7 @@
 """`python -m training.rank DIR --attempt N`: one rank of a run. Everything it needs stands in DIR/spec.json."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def main() -> int:
     stop = Stop(run_dir)
     # Before torch is imported, which takes seconds: a signal in that time is not lost.
     stop.listen()
+    # peft loads bitsandbytes where it is installed, and with it torch's compiler: a second, and nothing is quantised here.
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     from training.rank.run import run
 
     try:
@@ -29,4 +32,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is closed. Taking torch down object by object would hold the devices for another second.
+    os._exit(code)

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from training.errors import DataError, SpecError
+from training.errors import DataError
 from training.plan import DataFacts, make_max_seq_len
 from training.rank.data import Prepared, prepare
 from training.rank.loss import count_tokens, count_trained
 from training.rank.model import context_tokens, load_config, load_tokenizer
 from training.rank.source import Source, find_source
 from training.rundir import file_sha256
-from training.spec import JobSpec, parse_spec
+from training.spec import JobSpec
 
 NO_INFLUENCE = {"model", "training_file", "validation_file", "suffix", "metadata", "resources"}
 """Fields that do not change what is trained; of files and model the content counts, not where they lie."""
@@ -27,16 +27,6 @@ class Inputs:
     tokenizer: Any
     training: Prepared
     validation: Prepared | None
-
-
-def load_spec(path: Path) -> JobSpec:
-    """Raises SpecError."""
-    try:
-        return parse_spec(json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        raise SpecError(f"{path}: no such file") from None
-    except ValueError as error:
-        raise SpecError(f"{path}: not JSON ({error})") from None
 
 
 def load_inputs(spec: JobSpec, *, base_name: str | None = None, weights: bool) -> Inputs:

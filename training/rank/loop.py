@@ -56,7 +56,8 @@ def take_step(run: Run) -> bool:
     begun, random = time.perf_counter(), RandomState.take()
     step = run.progress.step + 1
     rows = [run.examples[row] for row in make_window(len(run.examples), run.plan.batch_size, run.plan.seed, step)]
-    train_loss = accumulate(run, rows)
+    tokens, trained_tokens = count_tokens(rows), count_trained(rows)
+    train_loss = accumulate(run, rows, trained_tokens)
     if train_loss is None:
         run.parallel.drop_gradients()
         random.restore()
@@ -67,16 +68,15 @@ def take_step(run: Run) -> bool:
     if healthy:
         run.parallel.step(learning_rate)
     step_s = time.perf_counter() - begun
-    advance(run.progress, rows, train_loss, step_s)
-    report_step(run, rows, learning_rate, grad_norm, step_s)
+    advance(run.progress, tokens, trained_tokens, train_loss, step_s)
+    report_step(run, learning_rate, grad_norm, tokens, step_s)
     if not healthy:
         raise not_finite(step, train_loss, rows)
     return True
 
 
-def accumulate(run: Run, rows: Sequence[Example]) -> float | None:
+def accumulate(run: Run, rows: Sequence[Example], trained_tokens: int) -> float | None:
     """The loss of a window, its gradient left on the weights; None where a stop was asked for on the way."""
-    trained_tokens = count_trained(rows)
     total = torch.zeros((), dtype=torch.float64, device=run.parallel.device)
     passes = list(cut(rows, run.rows_per_pass))
     for number, part in enumerate(passes, 1):
@@ -90,15 +90,15 @@ def accumulate(run: Run, rows: Sequence[Example]) -> float | None:
     return float(run.parallel.total(total)) / trained_tokens
 
 
-def advance(progress: Progress, rows: Sequence[Example], train_loss: float, step_s: float) -> None:
+def advance(progress: Progress, tokens: int, trained_tokens: int, train_loss: float, step_s: float) -> None:
     progress.step += 1
+    progress.num_tokens += tokens
+    progress.num_trained_tokens += trained_tokens
     progress.train_loss = train_loss
-    progress.num_tokens += count_tokens(rows)
-    progress.num_trained_tokens += count_trained(rows)
     progress.seconds += step_s
 
 
-def report_step(run: Run, rows: Sequence[Example], learning_rate: float, grad_norm: float, step_s: float) -> None:
+def report_step(run: Run, learning_rate: float, grad_norm: float, tokens: int, step_s: float) -> None:
     progress = run.progress
     metrics = {
         "train_loss": progress.train_loss,
@@ -107,7 +107,7 @@ def report_step(run: Run, rows: Sequence[Example], learning_rate: float, grad_no
         "num_tokens": progress.num_tokens,
         "num_trained_tokens": progress.num_trained_tokens,
         "epoch": epochs_done(len(run.examples), run.plan.batch_size, progress.step),
-        "tokens_per_s": count_tokens(rows) / step_s,
+        "tokens_per_s": tokens / step_s,
         "step_s": step_s,
         "peak_memory_bytes": run.parallel.peak_memory_bytes(),
     }

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from training.errors import SpecError
 from training.rank.source import Source
-from training.spec import Adapter, Regex, show
+from training.spec import Adapter, Regex
 
 PARAM = "adapter.target_modules"
 
@@ -31,7 +31,7 @@ def make_targets(model: nn.Module, adapter: Adapter) -> list[str]:
     elif isinstance(asked, Regex):
         chosen = {name for name in linear if re.fullmatch(asked.regex, name)}
         if not chosen:
-            raise _no_layer(f"the pattern {show(asked.regex)} fits no whole name", asked.regex, linear)
+            raise _no_layer(f'the pattern "{asked.regex}" fits no whole name', asked.regex, linear)
     else:
         chosen = set().union(*(_named(name, linear) for name in asked))
     last = {name.rpartition(".")[2] for name in chosen}
@@ -73,7 +73,7 @@ def _linear_layers(model: nn.Module) -> dict[str, Any]:
 def _named(name: str, linear: dict[str, Any]) -> set[str]:
     found = {layer for layer in linear if _fits(layer, (name,))}
     if not found:
-        raise _no_layer(f"{show(name)} fits no linear layer", name, linear)
+        raise _no_layer(f'"{name}" fits no linear layer', name, linear)
     return found
 
 

@@ -60,6 +60,10 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
     return ModelFacts(
         family=config.model_type,
         hidden_size=text.hidden_size,
+        # GPT-2 and its like name it otherwise, and leave out what is the usual four times the width.
+        intermediate_size=getattr(text, "intermediate_size", None)
+        or getattr(text, "n_inner", None)
+        or 4 * text.hidden_size,
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         parameters=parameters,
@@ -93,6 +97,12 @@ def base_dtype(config: Any) -> torch.dtype:
     """The type in which the base model's weights were published."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), torch.float32)
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Weights only: rotary frequencies and the like are buffers, which stay in fp32 wherever the model is loaded."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
 
 
 def get_base(model: nn.Module) -> nn.Module:

@@ -25,7 +25,8 @@ class RandomState:
             python=random.getstate(),
             numpy={"name": name, "keys": keys.tolist(), "place": place, "has_gauss": has_gauss, "gauss": gauss},
             torch=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            # Asking would put a context on every GPU, also where the run is on the CPU.
+            cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         )
 
     def restore(self) -> None:

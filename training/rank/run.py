@@ -18,15 +18,16 @@ from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan
 from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress
 from training.rank.failure import explain
-from training.rank.inputs import Inputs, load_inputs, load_spec, make_data_facts, make_fingerprint
+from training.rank.inputs import Inputs, load_inputs, make_data_facts, make_fingerprint
 from training.rank.lock import lock
 from training.rank.loop import Run, train
 from training.rank.loss import keeps_rows_apart
-from training.rank.model import base_dtype, build_model, make_facts
+from training.rank.model import base_dtype, build_model, cast_weights, make_facts
 from training.rank.parallel import SingleDevice
 from training.rank.stop import Stop
 from training.rank.weights import save_weights, weights_name
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, commit_folder, step_of, write_json
+from training.spec import load_spec
 
 MAX_ROW_WARNINGS = 20
 
@@ -180,7 +181,7 @@ def _save_result(run_dir: RunDir, inputs: Inputs, parts: Run) -> None:
     beside = target.with_name(f".{target.name}")
     shutil.rmtree(beside, ignore_errors=True)
     if inputs.spec.adapter.type == "full" and parts.plan.precision == "bf16":
-        model.to(base_dtype(inputs.config))
+        cast_weights(model, base_dtype(inputs.config))
     save_weights(model, inputs.tokenizer, inputs.source, beside)
     commit_folder(beside, target, {"step": parts.progress.step, "fingerprint": parts.checkpoints.fingerprint})
 

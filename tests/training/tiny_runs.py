@@ -1,0 +1,93 @@
+"""Runs of tiny models in this process, on real run directories."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import make_body, make_rows, save_model, write_rows
+from training.events import Event, read_events
+from training.rank.run import run
+from training.rank.stop import Stop
+from training.rundir import RunDir, write_json
+
+TIMES = {"tokens_per_s", "step_s", "peak_memory_bytes"}
+"""What differs from one run to the next though they are equal."""
+
+
+class StopAtCheck(Stop):
+    """Asks to stop when the run looks for the n-th time whether it should."""
+
+    def __init__(self, run_dir: RunDir, check: int) -> None:
+        super().__init__(run_dir)
+        self.checks_left = check
+
+    def asked(self) -> bool:
+        self.checks_left -= 1
+        if self.checks_left <= 0:
+            self.reason = "asked by the test"
+        return self.reason is not None
+
+
+def make_job(folder: Path, *, family: str = "llama", tied: bool = False, rows: int = 10, **more: Any) -> dict[str, Any]:
+    """A body with a model and files of its own in `folder`: two epochs of three windows, the last one smaller."""
+    hyper = {
+        "n_epochs": 2,
+        "batch_size": 4,
+        "learning_rate": 0.01,
+        "eval_steps": 2,
+        "save_steps": 2,
+        **more.pop("hyper", {}),
+    }
+    base = folder / "base"
+    return make_body(
+        base if base.exists() else save_model(base, family, tied=tied),
+        write_rows(folder / "rows.jsonl", make_rows(rows)),
+        validation=write_rows(folder / "validation.jsonl", make_rows(3, start=50)),
+        hyper=hyper,
+        **more,
+    )
+
+
+def train_here(path: Path, body: dict[str, Any], attempt: int = 1, *, stop: Callable[[RunDir], Stop] = Stop) -> int:
+    """One attempt in a run directory; the exit code."""
+    run_dir = RunDir(path)
+    path.mkdir(exist_ok=True)
+    write_json(run_dir.spec, body)
+    return run(run_dir, attempt, stop(run_dir))
+
+
+def events_of(path: Path, *types: str) -> list[Event]:
+    """The events of a run directory, of these types where any are named."""
+    events, _ = read_events(RunDir(path).events, 0)
+    return [event for event in events if not types or event.type in types]
+
+
+def last_event(path: Path) -> Event:
+    return events_of(path)[-1]
+
+
+def curve_of(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """What was measured at each step, without times; of a step that was done twice the later attempt counts."""
+    return {
+        (event.step, event.type): {name: value for name, value in event.data.items() if name not in TIMES}
+        for event in events_of(path, "metrics", "evaluated")
+    }
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same tensors, bit for bit."""
+    a, b = weights_of(one), weights_of(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
