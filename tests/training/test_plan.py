@@ -1,0 +1,177 @@
+"""Every `auto` is resolved by a published rule; numbers are held against the closed form or the paper's table."""
+
+import math
+from typing import Any
+
+import pytest
+
+from training.errors import SpecError
+from training.hardware import Gpu, Hardware
+from training.plan import Counts, DataFacts, ModelFacts, Plan, make_plan
+from training.spec import parse_spec
+
+A100 = Gpu(index=0, name="NVIDIA A100", memory_bytes=80 * 2**30, compute_capability=(8, 0))
+V100 = Gpu(index=0, name="NVIDIA V100", memory_bytes=16 * 2**30, compute_capability=(7, 0))
+CPU = Hardware(cpu_cores=2, memory_bytes=24 * 2**30)
+SMOL = ModelFacts(
+    family="llama", hidden_size=576, intermediate_size=1536, layers=30, vocabulary=49152, parameters=134_515_008,
+    trained_parameters=2_442_240, context_tokens=8192,
+)  # fmt: skip
+
+
+def plan_for(
+    rows: int = 100,
+    hardware: Hardware = CPU,
+    model: ModelFacts = SMOL,
+    longest: int = 200,
+    validation_rows: int = 0,
+    hyper: dict[str, Any] | None = None,
+    **more: Any,
+) -> Plan:
+    spec = parse_spec({"model": "m", "training_file": "f", "hyperparameters": hyper or {}, **more})
+    data = DataFacts(
+        counts=Counts(rows=rows, trained_rows=rows), longest_tokens=longest, longest_trained_tokens=longest // 2,
+        tokens=rows * longest, trained_tokens=rows * longest // 2, validation_rows=validation_rows,
+    )  # fmt: skip
+    return make_plan(spec, hardware, model, data)
+
+
+def test_no_auto_is_left_and_each_automatic_number_has_its_reason() -> None:
+    plan = plan_for(validation_rows=5)
+    assert "auto" not in str(plan.as_json())
+    automatic = {"n_epochs", "batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "max_seq_len"}
+    automatic |= {"eval_steps", "save_steps", "precision", "gradient_checkpointing", "attention"}
+    assert set(plan.reasons) == automatic
+    asked = {"n_epochs": 1, "batch_size": 2, "micro_batch_size": 1, "learning_rate": 1e-4, "warmup_steps": 0}
+    asked |= {"max_seq_len": 64, "eval_steps": 3, "save_steps": 3}
+    settled = plan_for(hyper=asked, precision="fp32", gradient_checkpointing=False, attention="eager")
+    assert settled.reasons == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "batch", "steps"),
+    [(10, 1, 4, 3), (10, 2, 4, 6), (10, 0.5, 4, 2), (3, 0.5, 1, 2), (10, 2.5, 4, 8), (10, 0.3, 1, 3), (1, 3, 1, 3)],
+)
+def test_steps_are_whole_windows_of_each_epoch(rows: int, epochs: float, batch: int, steps: int) -> None:
+    plan = plan_for(rows, hyper={"n_epochs": epochs, "batch_size": batch})
+    assert plan.steps == steps
+    assert plan.steps_per_epoch == math.ceil(rows / batch)
+
+
+def test_max_steps_is_the_number_of_steps_whatever_the_rows() -> None:
+    plan = plan_for(10, hyper={"max_steps": 7, "batch_size": 4})
+    assert (plan.steps, plan.n_epochs) == (7, 7 / 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs"), [(1, 25), (10, 10), (33, 3), (100, 3), (8333, 3), (10_000, 2), (50_000, 1)]
+)
+def test_automatic_epochs_keep_the_examples_between_a_hundred_and_25000(rows: int, epochs: float) -> None:
+    assert plan_for(rows).n_epochs == epochs
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "batch", "micro"),
+    [
+        (2, {}, 2, 1),
+        (100, {}, 4, 1),
+        (5000, {}, 10, 1),
+        (10**6, {}, 32, 1),
+        (100, {"micro_batch_size": 3}, 6, 3),
+        (100, {"gradient_accumulation_steps": 5}, 5, 1),
+        (100, {"micro_batch_size": 3, "gradient_accumulation_steps": 5}, 15, 3),
+        (100, {"batch_size": 12, "gradient_accumulation_steps": 3}, 12, 4),
+    ],
+)
+def test_batch_is_micro_batch_times_accumulation(rows: int, asked: dict[str, int], batch: int, micro: int) -> None:
+    plan = plan_for(rows, hyper=asked)
+    assert (plan.batch_size, plan.micro_batch_size) == (batch, micro)
+    assert plan.batch_size == plan.micro_batch_size * plan.gradient_accumulation_steps
+
+
+def test_a_gpu_gets_as_many_rows_in_a_pass_as_fit() -> None:
+    gpu = Hardware(gpus=(A100,), cpu_cores=8, memory_bytes=2**37)
+    assert plan_for(hardware=gpu, hyper={"batch_size": 16}).micro_batch_size == 16
+    assert plan_for(hardware=gpu, longest=4096, hyper={"batch_size": 16}).micro_batch_size == 2
+
+
+def test_checkpointing_is_chosen_only_where_one_row_does_not_fit() -> None:
+    big = SMOL.model_copy(
+        update={"hidden_size": 4096, "intermediate_size": 14336, "layers": 32, "parameters": 8 * 10**9}
+    )
+    small_gpu = Hardware(gpus=(A100.model_copy(update={"memory_bytes": 24 * 2**30}),), cpu_cores=8, memory_bytes=2**37)
+    assert not plan_for(hardware=small_gpu, model=big, longest=512).gradient_checkpointing
+    assert plan_for(hardware=small_gpu, model=big, longest=8192).gradient_checkpointing
+    assert plan_for(hardware=CPU, longest=8192).gradient_checkpointing, "an 8k row of a small model fills 24 GiB"
+    assert not plan_for(hardware=CPU, longest=8192, gradient_checkpointing=False).gradient_checkpointing
+
+
+def test_the_learning_rate_is_the_published_rule() -> None:
+    """Schulman et al. 2025: 5e-5 x 10 x (2000 / h)^0.781 for Llama, ^0.0775 for Qwen; a tenth of it for all weights."""
+    llama = SMOL.model_copy(update={"hidden_size": 4096})
+    qwen = llama.model_copy(update={"family": "qwen3"})
+    assert plan_for(model=llama).learning_rate == pytest.approx(5e-4 * (2000 / 4096) ** 0.781, rel=5e-3)
+    assert plan_for(model=qwen).learning_rate == pytest.approx(5e-4 * (2000 / 4096) ** 0.0775, rel=5e-3)
+    full = plan_for(model=llama, adapter={"type": "full"}).learning_rate
+    assert plan_for(model=llama).learning_rate == pytest.approx(10 * full, rel=1e-2)
+    doubled = plan_for(model=llama, hyper={"learning_rate_multiplier": 2}).learning_rate
+    assert doubled == pytest.approx(2 * plan_for(model=llama).learning_rate, rel=1e-2)
+    assert plan_for(hyper={"learning_rate": 3e-3}).learning_rate == 3e-3
+
+
+def test_precision_follows_the_device() -> None:
+    on = {"cpu_cores": 8, "memory_bytes": 2**37}
+    assert plan_for().precision == "fp32"
+    assert plan_for(hardware=Hardware(gpus=(A100,), **on)).precision == "bf16"
+    assert plan_for(hardware=Hardware(gpus=(V100,), **on)).precision == "fp32"
+    with pytest.raises(SpecError, match="V100 does not compute in bf16"):
+        plan_for(hardware=Hardware(gpus=(V100,), **on), precision="bf16")
+
+
+def test_devices_that_are_not_there_are_refused() -> None:
+    with pytest.raises(SpecError, match="this host has 0"):
+        plan_for(resources={"gpus": 1})
+    gpus = Hardware(gpus=(A100, A100), cpu_cores=8, memory_bytes=2**37)
+    assert plan_for(hardware=gpus, resources={"gpus": 0}).device == "cpu"
+    with pytest.raises(SpecError, match="not offered yet"):
+        plan_for(hardware=gpus, resources={"gpus": 2})
+
+
+def test_a_length_beyond_the_context_of_the_model_is_refused() -> None:
+    with pytest.raises(SpecError, match="8193 is more than the 8192 tokens"):
+        plan_for(hyper={"max_seq_len": 8193})
+    assert plan_for(longest=200).max_seq_len == 200
+    assert plan_for(longest=20_000).max_seq_len == 8192
+
+
+@pytest.mark.parametrize(("asked", "every"), [(0.1, 5), (0.02, 1), (7, 7), (0.001, 1), ("auto", 10)])
+def test_shares_become_steps(asked: Any, every: int) -> None:
+    plan = plan_for(validation_rows=2, hyper={"max_steps": 50, "save_steps": asked, "eval_steps": asked})
+    assert (plan.save_steps, plan.eval_steps) == (every, every)
+
+
+def test_without_a_validation_file_nothing_is_evaluated() -> None:
+    assert plan_for(hyper={"eval_steps": 5}).eval_steps is None
+
+
+def test_model_states_are_those_of_the_zero_paper() -> None:
+    """Rajbhandari et al. 2020, section 3.1: Adam in mixed precision takes 16 bytes a parameter: 7.5B take 120 GB. Here
+    masters are the only copy of what is trained, so weights, gradient and moments are 4 + 4 + 8."""
+    facts = SMOL.model_copy(update={"parameters": 7_500_000_000, "trained_parameters": 7_500_000_000})
+    memory = plan_for(model=facts, adapter={"type": "full"}).memory
+    assert memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes == 120 * 10**9
+
+
+def test_the_forecast_is_near_what_was_measured() -> None:
+    """SmolLM2-135M, fp32, all-linear LoRA, one row of 8,192 labelled tokens without checkpointing was seen to take
+    22.1 GB of resident memory on a CPU, whose allocator keeps some of what was freed."""
+    plan = plan_for(longest=8192, gradient_checkpointing=False)
+    labelled = plan.memory.model_copy(update={"logits_bytes": 2 * plan.memory.logits_bytes})
+    assert 0.7 < labelled.total_bytes / 22.1e9 < 1.0
+
+
+def test_warm_up_is_three_percent_rounded_up() -> None:
+    assert plan_for(hyper={"max_steps": 100}).warmup_steps == 3
+    assert plan_for(hyper={"max_steps": 10}).warmup_steps == 1
+    assert plan_for(hyper={"max_steps": 10, "warmup_steps": 50}).warmup_steps == 10
+    assert plan_for(hyper={"max_steps": 10, "warmup_ratio": 0}).warmup_steps == 0
