@@ -232,13 +232,13 @@ def wait_for_step(run_dir: RunDir, step: int) -> None:
     while time.monotonic() < end:
         if run_dir.events.exists() and any(e.step >= step for e in events_of(run_dir.path, "metrics")):
             return
-        time.sleep(0.002)
+        time.sleep(0.02)
     raise AssertionError(run_dir.log.read_text())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_gets_a_signal_in_mid_training_is_gone_on_with(tmp_path: Path, number: signal.Signals) -> None:
-    whole = Whole(tmp_path, hyper={"n_epochs": 40, "eval_steps": 40, "save_steps": 8}, adapter={"dropout": 0.3})
+    whole = Whole(tmp_path, hyper={"n_epochs": 25, "eval_steps": 30, "save_steps": 8}, adapter={"dropout": 0.3})
     run_dir = RunDir(tmp_path / "run")
     process = start(run_dir, whole.body, 1)
     wait_for_step(run_dir, 18)
