@@ -64,6 +64,9 @@ def keep(
 
 
 def _main(stop_signal: int, grace_s: float, command: Sequence[str]) -> int:
+    # A signal that is ignored stays so in every descendant, and a shell in the background ignores SIGINT.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as bad:

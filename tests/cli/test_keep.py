@@ -40,6 +40,14 @@ def test_ending_sends_the_chosen_signal(tmp_path: Path) -> None:
     assert "interrupted" in (tmp_path / "log.txt").read_text()
 
 
+def test_the_signal_arrives_also_where_the_starter_ignores_it(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        test_ending_sends_the_chosen_signal(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_command_that_does_not_end_is_killed_with_its_children_after_the_time_of_grace(tmp_path: Path) -> None:
     kept = keep(("sh", "-c", "trap '' TERM; sleep 302; echo after"), log=tmp_path / "log.txt", grace_s=0.3)
     wait_until(lambda: list_running("sleep", "302"))
