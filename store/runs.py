@@ -115,6 +115,8 @@ def _store_event(session: Session, job: Job, attempt: Attempt, event: Event, poi
         case "metrics" | "evaluated":
             points.add(event)
             _tell_metrics(session, job, event)
+        case "early_stopped":
+            append_event(session, job, event.data["message"], step=event.step, data=event.data)
         case "warning":
             append_event(session, job, event.data["message"], level="warn", step=event.step, data=event.data)
 
