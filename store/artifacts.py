@@ -53,6 +53,12 @@ def delete(key: str) -> None:
         return
 
 
+def list_keys(prefix: str) -> Iterator[str]:
+    """The keys of all objects below a prefix."""
+    for page in obstore.list(get_object_store(), prefix):
+        yield from (entry["path"] for entry in page)
+
+
 def _pieces(store: ObjectStore, key: str, start: int, end: int) -> Iterator[bytes]:
     while start < end:
         piece = bytes(obstore.get_range(store, key, start=start, end=min(start + CHUNK_BYTES, end)))

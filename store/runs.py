@@ -16,6 +16,7 @@ from store.models import Artifact, Attempt, Checkpoint, Job, Metric
 from store.pages import Page, read_page
 from store.status import JobStatus
 from training.events import Event
+from training.retention import choose_expired
 
 
 def store_events(session: Session, job_id: str, number: int, events: Sequence[Event]) -> JobStatus | None:
@@ -83,6 +84,18 @@ def add_checkpoint(
     append_event(session, job, f"New checkpoint created: step {step}", step=step)
 
 
+def expire_checkpoints(session: Session, job_id: str, number: int) -> list[str]:
+    """Delete the rows of checkpoints beyond the plan's `save_total_limit`; the object prefixes of those that are left.
+    The bytes go once this is committed: a row always has its bytes."""
+    job, _ = lock_current(session, job_id, number)
+    rows = {row.step: row for row in session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id))}
+    # The plan of an older version has no limit.
+    limit = (job.plan or {}).get("save_total_limit", len(rows))
+    for step in choose_expired({step: row.metrics.get("eval_loss") for step, row in rows.items()}, limit):
+        session.delete(rows.pop(step))
+    return [row.object_prefix for row in rows.values()]
+
+
 def add_artifact(session: Session, job_id: str, number: int, kind: str, key: str, size_bytes: int, sha256: str) -> None:
     lock_current(session, job_id, number)
     values = {"attempt": number, "object_key": key, "bytes": size_bytes, "sha256": sha256}
@@ -115,6 +128,8 @@ def _store_event(session: Session, job: Job, attempt: Attempt, event: Event, poi
         case "metrics" | "evaluated":
             points.add(event)
             _tell_metrics(session, job, event)
+        case "early_stopped":
+            append_event(session, job, event.data["message"], step=event.step, data=event.data)
         case "warning":
             append_event(session, job, event.data["message"], level="warn", step=event.step, data=event.data)
 

@@ -143,6 +143,7 @@ def make_plan(**changes: Any) -> Plan:
         train_on="assistant",
         eval_steps=None,
         save_steps=10,
+        save_total_limit=10,
         precision="fp32",
         gradient_checkpointing=False,
         attention="sdpa",

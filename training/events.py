@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-EventType = Literal["started", "plan", "metrics", "evaluated", "checkpoint", "warning", "finished", "failed", "stopped"]
+EventType = Literal[
+    "started", "plan", "metrics", "evaluated", "checkpoint", "warning",
+    "early_stopped", "finished", "failed", "stopped",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

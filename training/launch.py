@@ -144,6 +144,8 @@ def make_line(event: Event, steps: int) -> str | None:
             return f"step {event.step}/{steps}  validation loss {_show(data['eval_loss'])}"
         case "warning":
             return f"warning: {data['message']}"
+        case "early_stopped":
+            return str(data["message"])
         case "checkpoint":
             return f"saved {data['path']}"
         case "finished":

@@ -7,11 +7,12 @@ from pydantic import BaseModel, ConfigDict
 
 from training.errors import SpecError
 from training.hardware import Hardware
-from training.spec import Hyperparameters, JobSpec, Steps
+from training.spec import EarlyStopping, Hyperparameters, JobSpec, Steps
 
 GIB = 2**30
 DEFAULT_SEED = 0
 DEFAULT_WARMUP_RATIO = 0.03
+CHECKPOINTS_ROOM_BYTES = 32 * GIB
 MAX_TOKENS_PER_FORWARD = 8192
 """Where a GPU is busy with rows of usual models; more rows in one pass cost memory and gain little."""
 
@@ -93,6 +94,8 @@ class Plan(_Fact):
     eval_steps: int | None
     "None where there is no validation file."
     save_steps: int
+    save_total_limit: int
+    early_stopping: EarlyStopping | None = None
     precision: Literal["fp32", "bf16"]
     gradient_checkpointing: bool
     attention: Literal["sdpa", "eager"]
@@ -142,6 +145,8 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         train_on=asked.train_on,
         eval_steps=_every("eval_steps", asked.eval_steps, steps, why) if data.validation_rows else None,
         save_steps=_every("save_steps", asked.save_steps, steps, why),
+        save_total_limit=_save_total_limit(asked, model, why),
+        early_stopping=asked.early_stopping,
         precision=precision,
         gradient_checkpointing=checkpointing,
         attention=_attention(spec, why),
@@ -354,3 +359,11 @@ def _every(name: str, asked: Steps, steps: int, why: dict[str, str]) -> int:
         why[name] = "a tenth of the run, at least 10 steps"
         return max(10, math.ceil(steps / 10))
     return max(1, round(asked * steps)) if asked < 1 else int(asked)
+
+
+def _save_total_limit(asked: Hyperparameters, model: ModelFacts, why: dict[str, str]) -> int:
+    """What is trained stands in a checkpoint in fp32 with Adam's two moments. Two at least: one may be damaged."""
+    if asked.save_total_limit != "auto":
+        return asked.save_total_limit
+    why["save_total_limit"] = f"as many as take {CHECKPOINTS_ROOM_BYTES // GIB} GiB, from 2 to 10"
+    return min(10, max(2, CHECKPOINTS_ROOM_BYTES // (12 * max(1, model.trained_parameters))))

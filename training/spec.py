@@ -25,7 +25,6 @@ NOT_OFFERED = {
     "resume_from": "going on from an earlier job is not offered yet; leave the field out",
     "stability": "other policies than stopping on a loss that is not finite are not offered yet; leave the field out",
     "validation_split": "splitting the training file is not offered yet; upload a validation_file instead",
-    "early_stopping": "early stopping is not offered yet; leave the field out",
     "packing": "packing is not offered yet; leave the field out (no padding is computed either way)",
 }
 """Fields of the contract that this version refuses by name rather than to ignore them."""
@@ -131,6 +130,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class EarlyStopping(_Part):
+    """The run ends when the validation loss falls no more; the result is the checkpoint where it was lowest."""
+
+    patience: Annotated[int, _whole(1)] = 3
+    "Evaluations in a row without a gain, after which the run ends."
+    min_delta: Annotated[float, _real(0)] = 0.0
+    "The validation loss has to fall by more than this to count as a gain."
+
+
 class Hyperparameters(_Part):
     """The numbers of the run; what is `auto` is resolved in `plan.py`, with its reason."""
 
@@ -166,6 +174,10 @@ class Hyperparameters(_Part):
     "Which tokens carry loss; a message's own weight of 0 or 1 wins."
     eval_steps: Steps = "auto"
     save_steps: Steps = "auto"
+    save_total_limit: Annotated[int | Auto, _whole(1, auto=True)] = "auto"
+    "Checkpoints that are kept. The newest and the best always are."
+    early_stopping: EarlyStopping | None = None
+    "Off where it is not given; needs a validation file."
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -279,6 +291,11 @@ class JobSpec(_Part):
             raise _at("hyperparameters", f"give them in one place: {self.hyperparameters_path}")
         if self.suffix is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", self.suffix):
             raise _at("suffix", "letters, digits, dots, hyphens and underscores only: it becomes part of a model name")
+        if self.hyper.early_stopping is not None and self.validation_file is None:
+            raise _at(
+                f"{self.hyperparameters_path}.early_stopping",
+                "needs a validation_file, whose loss it goes by; name one",
+            )
         return self
 
     @property
@@ -393,6 +410,7 @@ def _fields_at(path: tuple[str | int, ...]) -> list[str]:
         "method": Method,
         "supervised": _Objective,
         "hyperparameters": Hyperparameters,
+        "early_stopping": EarlyStopping,
         "adapter": Adapter,
         "resources": Resources,
     }

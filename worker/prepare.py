@@ -3,6 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 from store import artifacts
 from store.attempts import RunInput
@@ -59,16 +60,26 @@ def _fetch_checkpoint(run: RunDir, inputs: RunInput) -> None:
     for step, prefix, manifest in inputs.checkpoints:
         if here is not None and step_of(here) >= step:
             return
-        if _download_checkpoint(run, step, prefix, [entry["name"] for entry in manifest["files"]]):
+        if _download_checkpoint(run, step, prefix, manifest):
+            _fetch_best(run, inputs, manifest)
             return
         log.warning("checkpoint %s is damaged in the object store; the one before it is tried", prefix)
 
 
-def _download_checkpoint(run: RunDir, step: int, prefix: str, names: list[str]) -> bool:
+def _fetch_best(run: RunDir, inputs: RunInput, newest: dict[str, Any]) -> None:
+    """With early stopping the result may be made of an earlier checkpoint. One that does not arrive is missed, and
+    told, by the run itself."""
+    best = newest.get("progress", {}).get("best_step")
+    for step, prefix, manifest in inputs.checkpoints:
+        if step == best and not (run.checkpoints / checkpoint_name(step)).exists():
+            _download_checkpoint(run, step, prefix, manifest)
+
+
+def _download_checkpoint(run: RunDir, step: int, prefix: str, manifest: dict[str, Any]) -> bool:
     beside = run.checkpoints / f".{checkpoint_name(step)}.part"
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        for name in [*names, MANIFEST]:
+        for name in [*(entry["name"] for entry in manifest["files"]), MANIFEST]:
             path = Path(beside / name)
             path.parent.mkdir(parents=True, exist_ok=True)
             artifacts.get_file(f"{prefix}/{name}", path)

@@ -4,7 +4,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from store import artifacts
+from store import artifacts, runs
 from store.runs import add_artifact, add_checkpoint
 from store.session import open_session
 from training.rundir import MANIFEST, RunDir, file_sha256, read_manifest, step_of
@@ -22,6 +22,18 @@ def ship_checkpoint(job_id: str, number: int, folder: Path, metrics: dict[str, A
         artifacts.put_file(f"{prefix}/{name}", folder / name)
     with open_session() as session:
         add_checkpoint(session, job_id, number, step, prefix, manifest, metrics)
+
+
+def expire_checkpoints(job_id: str, number: int) -> None:
+    """Rows first, then the bytes of all that have no row: also of those that a killed supervisor did not come to."""
+    with open_session() as session:
+        kept = runs.expire_checkpoints(session, job_id, number)
+    prefix = f"jobs/{job_id}/checkpoints"
+    for key in list(artifacts.list_keys(f"{prefix}/")):
+        attempt, step = key.removeprefix(f"{prefix}/").split("/")[:2]
+        # A later attempt may be at work by now, and its uploads get their rows last.
+        if int(attempt) <= number and f"{prefix}/{attempt}/{step}" not in kept:
+            artifacts.delete(key)
 
 
 def ship_result(job_id: str, number: int, run: RunDir) -> None:

@@ -44,7 +44,7 @@ from worker.processes import (
     make_mark,
     reap,
 )
-from worker.ship import ship_checkpoint, ship_result
+from worker.ship import expire_checkpoints, ship_checkpoint, ship_result
 
 log = logging.getLogger("worker.supervise")
 
@@ -202,6 +202,7 @@ class Supervisor:
         if folder.exists():  # an old one may be gone: the engine keeps a bounded number
             metrics = {name: value for name, value in event.data.items() if name not in ("path", "bytes")}
             ship_checkpoint(self.job_id, self.number, folder, metrics)
+            expire_checkpoints(self.job_id, self.number)
 
     def _ship(self, work: Callable[[], None]) -> None:
         self.shipping.append(self.uploads.submit(self._until_done, work))

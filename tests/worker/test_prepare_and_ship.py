@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 
 from store import artifacts
-from store.attempts import RunInput
+from store.attempts import Outcome, RunInput, claim_attempt, end_attempt
+from store.errors import FencedError
+from store.models import Job
+from store.placement import place_jobs
+from store.runs import list_checkpoints
+from store.session import open_session
 from store.settings import Settings
+from store.status import EndReason
+from tests.rows import make_host, make_job
 from training.rundir import RunDir, checkpoint_name, commit_folder, file_sha256, verify
 from worker.prepare import PrepareError, prepare_run
-from worker.ship import write_archive
+from worker.ship import expire_checkpoints, ship_checkpoint, write_archive
 
 
 @pytest.fixture
@@ -40,13 +47,13 @@ def store_file(tmp_path: Path, content: bytes) -> tuple[str, str]:
     return "files/f1", file_sha256(path)
 
 
-def store_checkpoint(tmp_path: Path, step: int) -> tuple[int, str, dict[str, object]]:
+def store_checkpoint(tmp_path: Path, step: int, **progress: int) -> tuple[int, str, dict[str, object]]:
     beside = tmp_path / f"made-{step}"
     (beside / "adapter").mkdir(parents=True)
     (beside / "adapter" / "weights").write_bytes(bytes([step]) * 1000)
     (beside / "state.pt").write_bytes(b"state")
     target = tmp_path / f"checkpoint-{step}"
-    manifest = commit_folder(beside, target, {"step": step})
+    manifest = commit_folder(beside, target, {"step": step, "progress": progress})
     prefix = f"jobs/j/checkpoints/1/{step}"
     for path in target.rglob("*"):
         if path.is_file():
@@ -96,6 +103,44 @@ def test_of_a_damaged_or_missing_checkpoint_the_one_before_is_taken(tmp_path: Pa
     prepare_run(run, make_input(store_file(tmp_path, b"rows"), gone, damaged, older))
     assert [path.name for path in run.list_checkpoints()] == [checkpoint_name(4)]
     assert not list(run.checkpoints.glob(".*")), "nothing half done is left"
+
+
+def test_with_the_newest_comes_the_best_of_early_stopping(tmp_path: Path, run: RunDir) -> None:
+    newest = store_checkpoint(tmp_path, 8, best_step=4)
+    others = [store_checkpoint(tmp_path, step) for step in (6, 4, 2)]
+    prepare_run(run, make_input(store_file(tmp_path, b"rows"), newest, *others))
+    assert [path.name for path in run.list_checkpoints()] == [checkpoint_name(4), checkpoint_name(8)]
+
+
+def test_the_bytes_of_a_checkpoint_go_after_its_row_and_what_has_no_row_goes_too(tmp_path: Path, run: RunDir) -> None:
+    with open_session() as session:
+        make_host(session)
+        job = make_job(session)
+        place_jobs(session)
+        assert claim_attempt(session, job.id, 1, "alpha")
+        session.get_one(Job, job.id).plan = {"save_total_limit": 2}
+    losses = {2: 0.5, 4: 0.7, 6: None, 8: 0.9}
+    for step, loss in losses.items():
+        (run.path / "w" / "adapter").mkdir(parents=True)
+        (run.path / "w" / "adapter" / "weights").write_bytes(bytes([step]))
+        commit_folder(run.path / "w", run.checkpoints / checkpoint_name(step), {"step": step})
+        ship_checkpoint(job.id, 1, run.checkpoints / checkpoint_name(step), {"eval_loss": loss})
+    for key in ("checkpoints/1/5/left", "checkpoints/2/6/of_a_later_attempt", "adapter/1.zip"):
+        artifacts.put_file(f"jobs/{job.id}/{key}", run.checkpoints / checkpoint_name(2) / "manifest.json")
+    expire_checkpoints(job.id, 1)
+    expire_checkpoints(job.id, 1)
+    with open_session() as session:
+        assert [row.step for row in list_checkpoints(session, job.id, after=None, limit=9).items] == [8, 2]
+    prefix = f"jobs/{job.id}"
+    assert set(artifacts.list_keys(prefix)) == {
+        *(f"{prefix}/checkpoints/1/{step}/{name}" for step in (2, 8) for name in ("adapter/weights", "manifest.json")),
+        f"{prefix}/checkpoints/2/6/of_a_later_attempt",
+        f"{prefix}/adapter/1.zip",
+    }
+    with open_session() as session:
+        end_attempt(session, job.id, 1, Outcome(EndReason.STOPPED, "stopped"))
+    with pytest.raises(FencedError):
+        expire_checkpoints(job.id, 1)
 
 
 def test_a_newer_checkpoint_of_this_host_is_kept(tmp_path: Path, run: RunDir) -> None:

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from training.errors import SpecError
+from training.rank.model import load_model
 from training.rank.parallel import Parallel
 from training.rank.random_state import RandomState
 from training.rank.source import Source
 from training.rank.weights import is_adapted, load_adapter, save_weights, weights_name
-from training.rundir import RunDir, checkpoint_name, commit_folder, read_manifest
+from training.retention import choose_expired
+from training.rundir import RunDir, checkpoint_name, commit_folder, read_manifest, step_of
 
 STATE = "state.pt"
 
@@ -28,6 +31,11 @@ class Progress:
     train_loss: float | None = None
     eval_loss: float | None = None
     evaluated_step: int = 0
+    best_step: int | None = None
+    "Of early stopping: the step with the lowest validation loss; its checkpoint becomes the result."
+    best_eval_loss: float | None = None
+    last_gain_loss: float | None = None
+    evaluations_without_gain: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Checkpoints:
     attempt: int
     tokenizer: Any
     source: Source
+    limit: int
 
     def require_own(self, checkpoint: Path) -> None:
         """Raises SpecError for the checkpoint of another job, which would be gone on with and overwritten."""
@@ -58,7 +67,9 @@ class Checkpoints:
         state = {"optimizer": parallel.optimizer_state(), "random": RandomState.take().as_dict()}
         torch.save(state, beside / STATE)
         about = {"attempt": self.attempt, "fingerprint": self.fingerprint, "progress": asdict(progress)}
-        return commit_folder(beside, target, about)
+        manifest = commit_folder(beside, target, about)
+        self._remove_expired()
+        return manifest
 
     def clear(self) -> None:
         """Remove what a killed writer left beside."""
@@ -66,11 +77,20 @@ class Checkpoints:
         for leftover in self.run_dir.checkpoints.glob(".step-*"):
             shutil.rmtree(leftover)
 
+    def _remove_expired(self) -> None:
+        folders = {step_of(folder): folder for folder in self.run_dir.list_checkpoints()}
+        for step in choose_expired({step: _eval_loss(folder) for step, folder in folders.items()}, self.limit):
+            # Renamed first: whoever looks at it finds a whole checkpoint, or none.
+            gone = folders[step].with_name(f".{folders[step].name}")
+            folders[step].rename(gone)
+            shutil.rmtree(gone)
+
 
 def load_progress(checkpoint: Path, progress: Progress) -> None:
     saved = read_manifest(checkpoint)["progress"]
     for field in fields(Progress):
-        setattr(progress, field.name, saved[field.name])
+        # What a checkpoint of an older version does not know of is as at the start.
+        setattr(progress, field.name, saved.get(field.name, getattr(Progress(), field.name)))
 
 
 def load_checkpoint(checkpoint: Path, parallel: Parallel) -> None:
@@ -80,3 +100,19 @@ def load_checkpoint(checkpoint: Path, parallel: Parallel) -> None:
     state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
     parallel.load_optimizer_state(state["optimizer"])
     RandomState(**state["random"]).restore()
+
+
+def load_weights(model: nn.Module, source: Source, checkpoint: Path) -> None:
+    """Put the trained weights of a checkpoint in the place of the model's."""
+    folder = checkpoint / weights_name(model)
+    if is_adapted(model):
+        load_adapter(model, folder)
+    else:
+        load_model(model, source, folder)
+
+
+def _eval_loss(checkpoint: Path) -> float | None:
+    """The validation loss of a checkpoint whose step was evaluated."""
+    progress = read_manifest(checkpoint)["progress"]
+    loss: float | None = progress["eval_loss"] if progress["evaluated_step"] == progress["step"] else None
+    return loss

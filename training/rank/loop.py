@@ -12,6 +12,7 @@ from training.events import EventLog
 from training.plan import Plan
 from training.rank.checkpoint import Checkpoints, Progress
 from training.rank.data import Example
+from training.rank.early_stopping import is_best, note_evaluation, patience_is_out
 from training.rank.evaluate import evaluate
 from training.rank.loss import count_tokens, count_trained, make_batch, score
 from training.rank.optim import learning_rate_at
@@ -40,15 +41,21 @@ class Run:
 def train(run: Run) -> bool:
     """Train from where the progress stands to the last step: True, or False where a stop was asked for before."""
     saved_step = run.progress.step
-    evaluate_when_due(run)
-    while run.progress.step < run.plan.steps and take_step(run):
+    if evaluate_when_due(run):
+        # The run was stopped before it came to that; its checkpoint lacks the validation loss.
+        save_checkpoint(run)
+    while goes_on(run) and take_step(run):
         evaluate_when_due(run)
-        if run.progress.step % run.plan.save_steps == 0 and not evaluation_due(run):
+        if checkpoint_due(run):
             save_checkpoint(run)
             saved_step = run.progress.step
     if run.progress.step > saved_step:
         save_checkpoint(run)
-    return run.progress.step == run.plan.steps and not evaluation_due(run)
+    return not goes_on(run) and not evaluation_due(run)
+
+
+def goes_on(run: Run) -> bool:
+    return run.progress.step < run.plan.steps and not patience_is_out(run.progress, run.plan)
 
 
 def take_step(run: Run) -> bool:
@@ -122,18 +129,28 @@ def evaluation_due(run: Run) -> bool:
     return step == run.plan.steps or step % every == 0
 
 
-def evaluate_when_due(run: Run) -> None:
+def evaluate_when_due(run: Run) -> bool:
+    """Whether it was evaluated: not where it is not due, or a stop was asked for on the way."""
     if not evaluation_due(run):
-        return
+        return False
     begun = time.perf_counter()
     result = evaluate(run.parallel, run.validation, run.rows_per_pass, run.stop.asked)
     if result is None:
-        return
+        return False
     run.progress.seconds += time.perf_counter() - begun
     run.progress.eval_loss = result.loss if math.isfinite(result.loss) else None
     run.progress.evaluated_step = run.progress.step
     data = {"eval_loss": result.loss, "eval_token_accuracy": result.token_accuracy}
     run.events.append("evaluated", run.progress.step, data)
+    note_evaluation(run.progress, run.plan, result.loss)
+    return True
+
+
+def checkpoint_due(run: Run) -> bool:
+    """At every `save_steps`; with early stopping also where the validation loss is the lowest so far."""
+    if evaluation_due(run):
+        return False
+    return run.progress.step % run.plan.save_steps == 0 or is_best(run.progress)
 
 
 def save_checkpoint(run: Run) -> None:

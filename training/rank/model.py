@@ -93,6 +93,16 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
     return model.train()
 
 
+def load_model(model: nn.Module, source: Source, folder: Path) -> None:
+    """Put the weights of a folder, such as a checkpoint of a full fine-tune, in the place of the model's.
+
+    Raises:
+        ModelError: they are not whole.
+    """
+    attention = model.config._attn_implementation  # type: ignore[union-attr]
+    model.load_state_dict(_load_weights(source, folder, torch.float32, str(attention)).state_dict())
+
+
 def base_dtype(config: Any) -> torch.dtype:
     """The type in which the base model's weights were published."""
     dtype = getattr(config, "dtype", None)

@@ -8,6 +8,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from training.errors import CapacityError
 from training.events import EventLog
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan
-from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress
+from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress, load_weights
+from training.rank.early_stopping import patience_is_out
 from training.rank.failure import explain
 from training.rank.inputs import Inputs, load_inputs, make_data_facts, make_fingerprint
 from training.rank.lock import lock
@@ -26,7 +28,17 @@ from training.rank.model import base_dtype, build_model, cast_weights, make_fact
 from training.rank.parallel import SingleDevice
 from training.rank.stop import Stop
 from training.rank.weights import save_weights, weights_name
-from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, commit_folder, step_of, write_json
+from training.rundir import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    RunDir,
+    checkpoint_name,
+    commit_folder,
+    step_of,
+    verify,
+    write_json,
+)
 from training.spec import load_spec
 
 MAX_ROW_WARNINGS = 20
@@ -86,7 +98,9 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
     if not train(parts):
         this.events.append("stopped", this.progress.step, {"reason": this.stop.reason})
         return EXIT_STOPPED
-    _save_result(this.run_dir, inputs, parts)
+    if patience_is_out(this.progress, plan):
+        this.events.append("early_stopped", this.progress.step, _tell_early_stop(this.progress))
+    _save_result(this, inputs, parts)
     this.events.append("finished", this.progress.step, _summary(this.progress))
     return EXIT_FINISHED
 
@@ -102,10 +116,18 @@ def _find_checkpoint(this: Attempt) -> Path | None:
 
 def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run:
     """The model on its device and all around it, as at the start or as the checkpoint left it."""
-    checkpoints = Checkpoints(this.run_dir, make_fingerprint(inputs), this.number, inputs.tokenizer, inputs.source)
+    checkpoints = Checkpoints(
+        this.run_dir,
+        make_fingerprint(inputs),
+        this.number,
+        inputs.tokenizer,
+        inputs.source,
+        plan.save_total_limit,
+    )
     if found:
         checkpoints.require_own(found)
         load_progress(found, this.progress)
+        _find_best(this)
     _set_up_device(plan)
     _seed(plan.seed)
     adapter = inputs.spec.adapter
@@ -174,16 +196,38 @@ def _warn_of_rows(events: EventLog, inputs: Inputs) -> None:
             events.append("warning", 0, {"message": message, "param": param})
 
 
-def _save_result(run_dir: RunDir, inputs: Inputs, parts: Run) -> None:
-    """Write `adapter/` or `model/`. A full fine-tune in bf16 is delivered in the type of its base."""
+def _find_best(this: Attempt) -> Path | None:
+    """The checkpoint that early stopping found best. One that is damaged or gone is told, and forgotten."""
+    step = this.progress.best_step
+    if step is None:
+        return None
+    path = this.run_dir.checkpoints / checkpoint_name(step)
+    if verify(path) is None:
+        return path
+    message = f"the best checkpoint, of step {step}, is damaged or gone; the best of the others counts from now on"
+    this.events.append("warning", this.progress.step, {"message": message, "code": "best_checkpoint_lost"})
+    this.progress.best_step = this.progress.best_eval_loss = None
+    return None
+
+
+def _save_result(this: Attempt, inputs: Inputs, parts: Run) -> None:
+    """Write `adapter/` or `model/`: the best checkpoint with early stopping, else what was trained last. A full
+    fine-tune in bf16 is delivered in the type of its base."""
     model = parts.parallel.model
-    target = run_dir.path / weights_name(model)
+    best = _find_best(this)
+    if best is not None and step_of(best) != this.progress.step:
+        load_weights(model, inputs.source, best)
+    target = this.run_dir.path / weights_name(model)
     beside = target.with_name(f".{target.name}")
     shutil.rmtree(beside, ignore_errors=True)
     if inputs.spec.adapter.type == "full" and parts.plan.precision == "bf16":
         cast_weights(model, base_dtype(inputs.config))
     save_weights(model, inputs.tokenizer, inputs.source, beside)
-    commit_folder(beside, target, {"step": parts.progress.step, "fingerprint": parts.checkpoints.fingerprint})
+    commit_folder(
+        beside,
+        target,
+        {"step": step_of(best) if best else parts.progress.step, "fingerprint": parts.checkpoints.fingerprint},
+    )
 
 
 def _summary(progress: Progress) -> dict[str, float | None]:
@@ -192,5 +236,16 @@ def _summary(progress: Progress) -> dict[str, float | None]:
         "trained_tokens": progress.num_trained_tokens,
         "train_loss": progress.train_loss,
         "eval_loss": progress.eval_loss,
+        "best_step": progress.best_step,
+        "best_eval_loss": progress.best_eval_loss,
         "seconds": progress.seconds,
     }
+
+
+def _tell_early_stop(progress: Progress) -> dict[str, Any]:
+    best = "never finite" if progress.best_step is None else f"lowest at step {progress.best_step}"
+    message = (
+        f"stopped early at step {progress.step}: no gain in {progress.evaluations_without_gain} evaluations, "
+        f"the validation loss was {best}"
+    )
+    return {"message": message, "best_step": progress.best_step, "best_eval_loss": progress.best_eval_loss}
