@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from training.errors import SpecError
-from training.hardware import Hardware
+from training.hardware import CPU_FORMATS, Format, Hardware
 from training.spec import Hyperparameters, JobSpec, Steps
 
 GIB = 2**30
@@ -93,7 +93,7 @@ class Plan(_Fact):
     eval_steps: int | None
     "None where there is no validation file."
     save_steps: int
-    precision: Literal["fp32", "bf16"]
+    precision: Format
     gradient_checkpointing: bool
     attention: Literal["sdpa", "eager"]
     parameters: int
@@ -187,7 +187,7 @@ def forecast_memory(
     gated MLP) numbers; with checkpointing one input a layer and one whole layer. The head runs on labelled positions
     only: logits, their logarithms and their gradient, in fp32.
     """
-    width = 2 if precision == "bf16" else 4
+    width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
     tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
     layer_bytes = width * tokens * (12 * model.hidden_size + 4 * model.intermediate_size)
@@ -215,14 +215,14 @@ def _device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
     return hardware.kind
 
 
-def _precision(spec: JobSpec, hardware: Hardware, device: str, why: dict[str, str]) -> Literal["fp32", "bf16"]:
-    has_bf16 = device == "cpu" or hardware.gpus[0].has_bf16
-    if spec.precision == "bf16" and not has_bf16:
-        name = hardware.gpus[0].name
-        raise SpecError(f"precision: {name} does not compute in bf16; it has fp32", param="precision")
+def _precision(spec: JobSpec, hardware: Hardware, device: str, why: dict[str, str]) -> Format:
+    name, formats = ("the CPU", CPU_FORMATS) if device == "cpu" else (hardware.gpus[0].name, hardware.gpus[0].formats)
     if spec.precision != "auto":
+        if spec.precision not in formats:
+            message = f"precision: {name} does not compute in {spec.precision}; it has {' and '.join(formats)}"
+            raise SpecError(message, param="precision")
         return spec.precision
-    if device == "cuda" and has_bf16:
+    if device == "cuda" and "bf16" in formats:
         why["precision"] = "the GPU computes in bf16: half the memory, fp32 masters (Micikevicius et al. 2018)"
         return "bf16"
     why["precision"] = "CPUs compute bf16 slowly" if device == "cpu" else "the GPU has no bf16"

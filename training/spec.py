@@ -33,7 +33,6 @@ NOT_OFFERED = {
 VALUES_NOT_OFFERED = {
     "method.type": ("dpo", "kto", "orpo", "pretrain"),
     "adapter.type": ("qlora", "ia3", "prefix", "prompt"),
-    "precision": ("fp16",),
     "attention": ("flash",),
     "optimizer": ("adamw_8bit", "paged_adamw_8bit", "adafactor"),
     "lr_scheduler": ("wsd",),
@@ -268,7 +267,8 @@ class JobSpec(_Part):
     hyperparameters: Hyperparameters | None = None
     "The old place of the OpenAI API, read where `method` holds none."
     adapter: Adapter = Adapter()
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    "The compute type; what is trained is kept in fp32 with any of them."
     gradient_checkpointing: Switch = "auto"
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     resources: Resources = Resources()

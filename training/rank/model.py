@@ -14,7 +14,7 @@ from training.rank.lora import add_lora, count_lora_parameters
 from training.rank.source import Source
 from training.spec import Adapter
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def load_tokenizer(source: Source) -> Any:

@@ -175,12 +175,12 @@ def _warn_of_rows(events: EventLog, inputs: Inputs) -> None:
 
 
 def _save_result(run_dir: RunDir, inputs: Inputs, parts: Run) -> None:
-    """Write `adapter/` or `model/`. A full fine-tune in bf16 is delivered in the type of its base."""
+    """Write `adapter/` or `model/`. A full fine-tune in mixed precision is delivered in the type of its base."""
     model = parts.parallel.model
     target = run_dir.path / weights_name(model)
     beside = target.with_name(f".{target.name}")
     shutil.rmtree(beside, ignore_errors=True)
-    if inputs.spec.adapter.type == "full" and parts.plan.precision == "bf16":
+    if inputs.spec.adapter.type == "full" and parts.plan.precision != "fp32":
         cast_weights(model, base_dtype(inputs.config))
     save_weights(model, inputs.tokenizer, inputs.source, beside)
     commit_folder(beside, target, {"step": parts.progress.step, "fingerprint": parts.checkpoints.fingerprint})
