@@ -15,7 +15,7 @@ import torch
 from training.errors import CapacityError
 from training.events import EventLog
 from training.hardware import Hardware, find_hardware
-from training.plan import Plan, make_plan
+from training.plan import Plan, make_plan, may_share_a_pass
 from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress
 from training.rank.failure import explain
 from training.rank.inputs import Inputs, load_inputs, make_data_facts, make_fingerprint
@@ -27,7 +27,7 @@ from training.rank.parallel import SingleDevice
 from training.rank.stop import Stop
 from training.rank.weights import save_weights, weights_name
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, commit_folder, step_of, write_json
-from training.spec import load_spec
+from training.spec import Adapter, load_spec
 
 MAX_ROW_WARNINGS = 20
 
@@ -118,7 +118,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
         parallel=parallel,
         examples=inputs.training.examples,
         validation=inputs.validation.examples if inputs.validation else [],
-        rows_per_pass=_rows_per_pass(this, parallel, plan),
+        rows_per_pass=_rows_per_pass(this, parallel, plan, adapter),
         events=this.events,
         checkpoints=checkpoints,
         progress=this.progress,
@@ -126,12 +126,12 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     )
 
 
-def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan) -> int:
+def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan, adapter: Adapter) -> int:
     """The micro-batch; 1 where the model cannot tell rows apart, which changes the speed and not the result."""
     if plan.micro_batch_size == 1:
         return 1
     with parallel.compute():
-        if keeps_rows_apart(parallel.model, parallel.device):
+        if may_share_a_pass(adapter) and keeps_rows_apart(parallel.model, parallel.device):
             return plan.micro_batch_size
     message = "this kind of model mixes up rows of one pass; each row gets a pass of its own"
     this.events.append("warning", this.progress.step, {"message": message, "code": "row_by_row"})
