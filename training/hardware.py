@@ -7,6 +7,10 @@ import psutil
 import pynvml
 from pydantic import BaseModel, ConfigDict
 
+Format = Literal["fp32", "fp16", "bf16"]
+CPU_FORMATS: tuple[Format, ...] = ("fp32", "fp16", "bf16")
+"""What torch's autocast computes in on any CPU; without instructions of its own for a format a CPU is slow in it."""
+
 
 class Gpu(BaseModel):
     model_config = ConfigDict(frozen=True)
@@ -17,9 +21,10 @@ class Gpu(BaseModel):
     compute_capability: tuple[int, int]
 
     @property
-    def has_bf16(self) -> bool:
-        """NVIDIA chips compute in bf16 from Ampere (compute capability 8.0) on."""
-        return self.compute_capability >= (8, 0)
+    def formats(self) -> tuple[Format, ...]:
+        """NVIDIA chips compute in fp16 from compute capability 5.3 and in bf16 from Ampere (8.0) on."""
+        since: dict[Format, tuple[int, int]] = {"fp32": (0, 0), "fp16": (5, 3), "bf16": (8, 0)}
+        return tuple(name for name, first in since.items() if self.compute_capability >= first)
 
 
 class Hardware(BaseModel):

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from training.errors import SpecError
-from training.hardware import Hardware
-from training.spec import EarlyStopping, Hyperparameters, JobSpec, Steps
+from training.hardware import CPU_FORMATS, Format, Hardware
+from training.spec import Adapter, EarlyStopping, Hyperparameters, JobSpec, Steps
 
 GIB = 2**30
 DEFAULT_SEED = 0
@@ -31,6 +31,8 @@ class ModelFacts(_Fact):
     vocabulary: int
     parameters: int
     trained_parameters: int
+    quantised_parameters: int = 0
+    "Of the frozen ones, those that are kept in 4 or 8 bits."
     context_tokens: int | None
 
 
@@ -96,11 +98,12 @@ class Plan(_Fact):
     save_steps: int
     save_total_limit: int
     early_stopping: EarlyStopping | None = None
-    precision: Literal["fp32", "bf16"]
+    precision: Format
     gradient_checkpointing: bool
     attention: Literal["sdpa", "eager"]
     parameters: int
     trained_parameters: int
+    quantised_parameters: int = 0
     memory: Memory
     counts: Counts
     reasons: dict[str, str]
@@ -152,6 +155,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         attention=_attention(spec, why),
         parameters=model.parameters,
         trained_parameters=model.trained_parameters,
+        quantised_parameters=model.quantised_parameters,
         memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing),
         counts=data.counts,
         reasons=why,
@@ -190,20 +194,36 @@ def forecast_memory(
     et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
     backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
     gated MLP) numbers; with checkpointing one input a layer and one whole layer. The head runs on labelled positions
-    only: logits, their logarithms and their gradient, in fp32.
+    only: logits, their logarithms and their gradient, in fp32. One quantised layer at a time is unpacked.
     """
-    width = 2 if precision == "bf16" else 4
+    width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
     tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
     layer_bytes = width * tokens * (12 * model.hidden_size + 4 * model.intermediate_size)
     kept = layer_bytes + model.layers * width * tokens * model.hidden_size
+    unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
+    quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
     return Memory(
-        weights_bytes=frozen * width + model.trained_parameters * 4,
+        weights_bytes=(frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4,
         gradients_bytes=model.trained_parameters * 4,
         optimizer_bytes=model.trained_parameters * 8,
-        activations_bytes=kept if gradient_checkpointing else model.layers * layer_bytes,
+        activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes) + unpacked_bytes,
         logits_bytes=3 * 4 * micro_batch_size * data.longest_trained_tokens * model.vocabulary,
     )
+
+
+def may_share_a_pass(adapter: Adapter) -> bool:
+    """Whether rows may. In 8 bits inputs with outliers are kept in 16 bits (Dettmers et al. 2022); these are looked for
+    over all rows of a pass, so that a row would be computed otherwise beside another one."""
+    return adapter.type != "qlora" or adapter.bits == 4
+
+
+def bits_per_weight(adapter: Adapter) -> float:
+    """What bitsandbytes keeps of a quantised weight: 4 bits and a scale for each 64 weights, in fp32, or in 8 bits with
+    an fp32 scale for each 256 of them (QLoRA, section 3); or 8 bits and a scale for each row, next to nothing."""
+    if adapter.bits == 8:
+        return 8.0
+    return 4 + (8 / 64 + 32 / (64 * 256) if adapter.double_quant else 32 / 64)
 
 
 def _device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
@@ -220,14 +240,14 @@ def _device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
     return hardware.kind
 
 
-def _precision(spec: JobSpec, hardware: Hardware, device: str, why: dict[str, str]) -> Literal["fp32", "bf16"]:
-    has_bf16 = device == "cpu" or hardware.gpus[0].has_bf16
-    if spec.precision == "bf16" and not has_bf16:
-        name = hardware.gpus[0].name
-        raise SpecError(f"precision: {name} does not compute in bf16; it has fp32", param="precision")
+def _precision(spec: JobSpec, hardware: Hardware, device: str, why: dict[str, str]) -> Format:
+    name, formats = ("the CPU", CPU_FORMATS) if device == "cpu" else (hardware.gpus[0].name, hardware.gpus[0].formats)
     if spec.precision != "auto":
+        if spec.precision not in formats:
+            message = f"precision: {name} does not compute in {spec.precision}; it has {' and '.join(formats)}"
+            raise SpecError(message, param="precision")
         return spec.precision
-    if device == "cuda" and has_bf16:
+    if device == "cuda" and "bf16" in formats:
         why["precision"] = "the GPU computes in bf16: half the memory, fp32 masters (Micikevicius et al. 2018)"
         return "bf16"
     why["precision"] = "CPUs compute bf16 slowly" if device == "cpu" else "the GPU has no bf16"
@@ -285,6 +305,9 @@ def _fit(
         )
     if given := _given_micro(asked, batch):
         return given, checkpointing
+    if not may_share_a_pass(spec.adapter):
+        why["micro_batch_size"] = "in 8 bits rows of one pass would change each other"
+        return 1, checkpointing
     if device == "cpu":
         why["micro_batch_size"] = "on a CPU row after row is fastest: nothing is padded and nothing waits"
         return 1, checkpointing
@@ -335,7 +358,7 @@ def _learning_rate(spec: JobSpec, model: ModelFacts, why: dict[str, str]) -> flo
     power = 0.0775 if "qwen" in model.family else 0.781
     rate = 5e-5 * (2000 / max(model.hidden_size, 2048)) ** power
     why["learning_rate"] = f"5e-5 x (2000 / hidden size)^{power:g}"
-    if spec.adapter.type == "lora":
+    if spec.adapter.is_low_rank:
         rate *= 10
         why["learning_rate"] += ", times 10 for LoRA"
     if asked.learning_rate_multiplier != "auto":

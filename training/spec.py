@@ -31,8 +31,7 @@ NOT_OFFERED = {
 
 VALUES_NOT_OFFERED = {
     "method.type": ("dpo", "kto", "orpo", "pretrain"),
-    "adapter.type": ("qlora", "ia3", "prefix", "prompt"),
-    "precision": ("fp16",),
+    "adapter.type": ("ia3", "prefix", "prompt"),
     "attention": ("flash",),
     "optimizer": ("adamw_8bit", "paged_adamw_8bit", "adafactor"),
     "lr_scheduler": ("wsd",),
@@ -227,23 +226,55 @@ Targets = Annotated[
 ]
 
 
-class Adapter(_Part):
-    """What is trained: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) or all weights."""
+def _bits(value: object) -> object:
+    if isinstance(value, int) and value in (4, 8):
+        return value
+    raise _wrong(f"{show(value)} is not 4 or 8")
 
-    type: Literal["lora", "full"] = "lora"
+
+def _true_or_false(value: object) -> object:
+    if isinstance(value, bool):
+        return value
+    raise _wrong(f"{show(value)} is not true or false")
+
+
+class Adapter(_Part):
+    """What is trained: low-rank adapters (Hu et al. 2021, arXiv:2106.09685), over frozen weights in 4 or 8 bits where
+    the type is qlora (Dettmers et al. 2023, arXiv:2305.14314), or all weights."""
+
+    type: Literal["lora", "qlora", "full"] = "lora"
     r: Annotated[int, _whole(1, 1024)] = 8
     "Rank of the adapter."
     alpha: Annotated[float, _real(0, above=True)] = 16.0
     "The adapter's output is scaled by alpha / r."
     dropout: Annotated[float, _real(0, 1, below=True)] = 0.0
     target_modules: Targets = "all-linear"
+    bits: Annotated[Literal[4, 8], PlainValidator(_bits, json_schema_input_type=Literal[4, 8])] = 4
+    "Of a frozen weight, qlora only."
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    "How 4 bits are spread: as normally distributed weights are, or as floating point."
+    double_quant: Annotated[bool, PlainValidator(_true_or_false, json_schema_input_type=bool)] = True
+    "Whether the scales of 4-bit blocks are quantised too: 4.127 bits a weight, else 4.5."
 
     @model_validator(mode="after")
-    def _full_has_no_rank(self) -> Self:
-        lora_only = sorted(self.model_fields_set - {"type"})
-        if self.type == "full" and lora_only:
-            raise _at(lora_only[0], 'belongs to LoRA; leave it out with type "full"')
+    def _fields_fit_the_type(self) -> Self:
+        for name in sorted(self.model_fields_set - {"type"}):
+            if self.type not in _ADAPTER_FIELDS[name]:
+                raise _at(name, f'belongs to {_ADAPTER_FIELDS[name][0]}; leave it out with type "{self.type}"')
+        if self.bits == 8 and (four := sorted(self.model_fields_set & {"quant_type", "double_quant"})):
+            raise _at(four[0], "belongs to 4 bits; leave it out with bits 8")
         return self
+
+    @property
+    def is_low_rank(self) -> bool:
+        return self.type in ("lora", "qlora")
+
+
+_ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("r", "alpha", "dropout", "target_modules"), ("lora", "qlora")),
+    **dict.fromkeys(("bits", "quant_type", "double_quant"), ("qlora",)),
+}
+"""The types of adapter that each field belongs to."""
 
 
 class Resources(_Part):
@@ -280,7 +311,8 @@ class JobSpec(_Part):
     hyperparameters: Hyperparameters | None = None
     "The old place of the OpenAI API, read where `method` holds none."
     adapter: Adapter = Adapter()
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    "The compute type; what is trained is kept in fp32 with any of them."
     gradient_checkpointing: Switch = "auto"
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     resources: Resources = Resources()
@@ -308,6 +340,10 @@ class JobSpec(_Part):
     @property
     def hyperparameters_path(self) -> str:
         return "hyperparameters" if self.hyperparameters else f"method.{self.method.type}.hyperparameters"
+
+    @property
+    def needs_bitsandbytes(self) -> bool:
+        return self.adapter.type == "qlora"
 
     def asked(self) -> dict[str, Any]:
         """The body as it was asked, without the fields that were not given."""

@@ -61,7 +61,7 @@ def refuse(body: object) -> SpecError:
         ({"adapter": {"target_modules": [".*q_proj"]}}, "adapter.target_modules", '{"regex": "..."}'),
         ({"adapter": {"target_modules": {"regex": "("}}}, "adapter.target_modules", "not a regular expression"),
         ({"adapter": {"target_modules": []}}, "adapter.target_modules", "a list of module names"),
-        ({"adapter": {"type": "full", "r": 4}}, "adapter.r", "belongs to LoRA"),
+        ({"adapter": {"type": "full", "r": 4}}, "adapter.r", "belongs to lora"),
         ({"seed": 2**31}, "seed", "from 0 to 2147483647"),
         ({"suffix": "x" * 65}, "suffix", "at most 64"),
         ({"suffix": "a/b"}, "suffix", "letters, digits"),

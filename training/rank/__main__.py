@@ -5,8 +5,10 @@ import os
 import sys
 from pathlib import Path
 
+from training.errors import SpecError
 from training.rank.stop import Stop
 from training.rundir import EXIT_FAILED, RunDir
+from training.spec import load_spec
 
 
 def main() -> int:
@@ -20,8 +22,9 @@ def main() -> int:
     stop = Stop(run_dir)
     # Before torch is imported, which takes seconds: a signal in that time is not lost.
     stop.listen()
-    # peft loads bitsandbytes where it is installed, and with it torch's compiler: a second. Nothing is quantised here.
-    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    if not _needs_bitsandbytes(run_dir):
+        # peft loads it where it is installed, and with it torch's compiler: seconds.
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     from training.rank.run import run
 
     try:
@@ -29,6 +32,13 @@ def main() -> int:
     except BlockingIOError:
         print(f"error: another process is at work in {run_dir.path}; wait for it or stop it", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _needs_bitsandbytes(run_dir: RunDir) -> bool:
+    try:
+        return load_spec(run_dir.spec).needs_bitsandbytes
+    except SpecError:  # the run finds it again, and tells it
+        return False
 
 
 if __name__ == "__main__":

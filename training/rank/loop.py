@@ -64,21 +64,48 @@ def take_step(run: Run) -> bool:
     step = run.progress.step + 1
     rows = [run.examples[row] for row in make_window(len(run.examples), run.plan.batch_size, run.plan.seed, step)]
     tokens, trained_tokens = count_tokens(rows), count_trained(rows)
-    train_loss = accumulate(run, rows, trained_tokens)
-    if train_loss is None:
+    while (measured := measure(run, rows, trained_tokens)) is not None and overflowed(run, *measured):
+        random.restore()
+    if measured is None:
         run.parallel.drop_gradients()
         random.restore()
         return False
-    grad_norm = float(run.parallel.clip())
+    train_loss, grad_norm = measured
+    scale = run.parallel.loss_scale.factor if run.parallel.loss_scale else None
     learning_rate = learning_rate_at(step, run.plan)
     healthy = math.isfinite(train_loss) and math.isfinite(grad_norm)
     if healthy:
         run.parallel.step(learning_rate)
     step_s = time.perf_counter() - begun
     advance(run.progress, tokens, trained_tokens, train_loss, step_s)
-    report_step(run, learning_rate, grad_norm, tokens, step_s)
+    report_step(run, learning_rate, grad_norm, tokens, step_s, scale)
     if not healthy:
         raise not_finite(step, train_loss, rows)
+    return True
+
+
+def measure(run: Run, rows: Sequence[Example], trained_tokens: int) -> tuple[float, float] | None:
+    """Loss and gradient norm of a window, its gradient left on the weights, clipped; None as in `accumulate`."""
+    train_loss = accumulate(run, rows, trained_tokens)
+    return None if train_loss is None else (train_loss, float(run.parallel.clip()))
+
+
+def overflowed(run: Run, train_loss: float, grad_norm: float) -> bool:
+    """Whether the gradient went beyond fp16 while the loss did not. Then it is dropped and the scale halved, and the
+    same rows are computed again: no weight has changed, no row is lost, the step is not counted."""
+    scale = run.parallel.loss_scale
+    if scale is None or not math.isfinite(train_loss) or math.isfinite(grad_norm) or not scale.can_fall():
+        return False
+    run.parallel.drop_gradients()
+    before = scale.factor
+    scale.fall()
+    step = run.progress.step + 1
+    message = (
+        f"the gradient of step {step} overflowed fp16 at a loss scale of {before:g}: it was skipped, "
+        f"and its rows are computed again at {scale.factor:g}"
+    )
+    data = {"message": message, "code": "loss_scale_lowered", "loss_scale": scale.factor}
+    run.events.append("warning", run.progress.step, data)
     return True
 
 
@@ -105,7 +132,9 @@ def advance(progress: Progress, tokens: int, trained_tokens: int, train_loss: fl
     progress.seconds += step_s
 
 
-def report_step(run: Run, learning_rate: float, grad_norm: float, tokens: int, step_s: float) -> None:
+def report_step(
+    run: Run, learning_rate: float, grad_norm: float, tokens: int, step_s: float, loss_scale: float | None
+) -> None:
     progress = run.progress
     metrics = {
         "train_loss": progress.train_loss,
@@ -118,6 +147,8 @@ def report_step(run: Run, learning_rate: float, grad_norm: float, tokens: int, s
         "step_s": step_s,
         "peak_memory_bytes": run.parallel.peak_memory_bytes(),
     }
+    if loss_scale is not None:
+        metrics["loss_scale"] = loss_scale
     run.events.append("metrics", progress.step, metrics)
 
 

@@ -23,7 +23,7 @@ def make_targets(model: nn.Module, adapter: Adapter) -> list[str]:
     Raises:
         SpecError: a name or pattern that fits no linear layer.
     """
-    linear = _linear_layers(model)
+    linear = list_linear(model)
     asked = adapter.target_modules
     if asked == "all-linear":
         head = model.get_output_embeddings()
@@ -39,10 +39,14 @@ def make_targets(model: nn.Module, adapter: Adapter) -> list[str]:
     return sorted(last if said_by_last == chosen else chosen)
 
 
+def list_linear(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+
+
 def count_lora_parameters(model: nn.Module, adapter: Adapter) -> int:
     """r x (inputs + outputs), summed over the adapted layers."""
     targets = tuple(make_targets(model, adapter))
-    adapted = [module for name, module in _linear_layers(model).items() if _fits(name, targets)]
+    adapted = [module for name, module in list_linear(model).items() if _fits(name, targets)]
     return adapter.r * sum(sum(module.weight.shape) for module in adapted)
 
 
@@ -58,7 +62,7 @@ def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> n
         lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=make_targets(model, adapter),
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        fan_in_fan_out=any(_is_conv1d(module) for module in model.modules()),
     )
     torch.manual_seed(seed)
     adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
@@ -66,8 +70,9 @@ def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> n
     return adapted
 
 
-def _linear_layers(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+def _is_conv1d(module: nn.Module) -> bool:
+    """Also what stands in the place of one, quantised: the adapter is for the base as it was published."""
+    return isinstance(module, Conv1D) or getattr(module, "source_cls", None) is Conv1D
 
 
 def _named(name: str, linear: dict[str, Any]) -> set[str]:

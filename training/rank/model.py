@@ -11,10 +11,11 @@ from torch import nn
 from training.errors import ModelError, SpecError
 from training.plan import ModelFacts, Plan
 from training.rank.lora import add_lora, count_lora_parameters
+from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
 from training.spec import Adapter
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -68,12 +69,13 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         vocabulary=text.vocab_size,
         parameters=parameters,
         trained_parameters=parameters if adapter.type == "full" else count_lora_parameters(model, adapter),
+        quantised_parameters=count_quantised(model) if adapter.type == "qlora" else 0,
         context_tokens=context_tokens(config),
     )
 
 
 def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | None = None) -> nn.Module:
-    """The model on its device in train mode: what is trained in fp32, frozen weights in the compute type.
+    """The model on its device in train mode: what is trained in fp32, frozen weights in the compute type or quantised.
 
     `weights` is the folder of a checkpoint of a full fine-tune, read in the place of the base.
 
@@ -82,12 +84,18 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
     """
     full = adapter.type == "full"
     dtype = torch.float32 if full else DTYPES[plan.precision]
-    model = _load_weights(source, weights or source.folder, dtype, plan.attention)
+    extra: dict[str, Any] = {}
+    if adapter.type == "qlora":
+        extra = {"quantization_config": make_quantization(adapter, dtype), "device_map": {"": plan.device}}
+    model = _load_weights(source, weights or source.folder, dtype, plan.attention, **extra)
+    if adapter.type == "qlora":
+        make_trainable(model)
+    else:
+        model = model.to(plan.device)
     if full:
         _own_weights(model)
     else:
         model = add_lora(model, adapter, source, plan.seed)
-    model = model.to(plan.device)
     if plan.gradient_checkpointing:
         _checkpoint_activations(model)
     return model.train()
@@ -126,7 +134,7 @@ def forward_names(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
-def _load_weights(source: Source, folder: Path, dtype: torch.dtype, attention: str) -> nn.Module:
+def _load_weights(source: Source, folder: Path, dtype: torch.dtype, attention: str, **extra: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -138,6 +146,7 @@ def _load_weights(source: Source, folder: Path, dtype: torch.dtype, attention: s
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **extra,
         )
     except Exception as error:  # safetensors, transformers and the operating system each have their own
         raise _unfit(source, "its weights cannot be loaded", error) from error

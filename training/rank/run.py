@@ -16,7 +16,7 @@ import torch
 from training.errors import CapacityError
 from training.events import EventLog
 from training.hardware import Hardware, find_hardware
-from training.plan import Plan, make_plan
+from training.plan import Plan, make_plan, may_share_a_pass
 from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress, load_weights
 from training.rank.early_stopping import patience_is_out
 from training.rank.failure import explain
@@ -39,7 +39,7 @@ from training.rundir import (
     verify,
     write_json,
 )
-from training.spec import load_spec
+from training.spec import Adapter, load_spec
 
 MAX_ROW_WARNINGS = 20
 
@@ -140,7 +140,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
         parallel=parallel,
         examples=inputs.training.examples,
         validation=inputs.validation.examples if inputs.validation else [],
-        rows_per_pass=_rows_per_pass(this, parallel, plan),
+        rows_per_pass=_rows_per_pass(this, parallel, plan, adapter),
         events=this.events,
         checkpoints=checkpoints,
         progress=this.progress,
@@ -148,12 +148,12 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     )
 
 
-def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan) -> int:
+def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan, adapter: Adapter) -> int:
     """The micro-batch; 1 where the model cannot tell rows apart, which changes the speed and not the result."""
     if plan.micro_batch_size == 1:
         return 1
     with parallel.compute():
-        if keeps_rows_apart(parallel.model, parallel.device):
+        if may_share_a_pass(adapter) and keeps_rows_apart(parallel.model, parallel.device):
             return plan.micro_batch_size
     message = "this kind of model mixes up rows of one pass; each row gets a pass of its own"
     this.events.append("warning", this.progress.step, {"message": message, "code": "row_by_row"})
@@ -212,7 +212,7 @@ def _find_best(this: Attempt) -> Path | None:
 
 def _save_result(this: Attempt, inputs: Inputs, parts: Run) -> None:
     """Write `adapter/` or `model/`: the best checkpoint with early stopping, else what was trained last. A full
-    fine-tune in bf16 is delivered in the type of its base."""
+    fine-tune in mixed precision is delivered in the type of its base."""
     model = parts.parallel.model
     best = _find_best(this)
     if best is not None and step_of(best) != this.progress.step:
@@ -220,7 +220,7 @@ def _save_result(this: Attempt, inputs: Inputs, parts: Run) -> None:
     target = this.run_dir.path / weights_name(model)
     beside = target.with_name(f".{target.name}")
     shutil.rmtree(beside, ignore_errors=True)
-    if inputs.spec.adapter.type == "full" and parts.plan.precision == "bf16":
+    if inputs.spec.adapter.type == "full" and parts.plan.precision != "fp32":
         cast_weights(model, base_dtype(inputs.config))
     save_weights(model, inputs.tokenizer, inputs.source, beside)
     commit_folder(

@@ -1,0 +1,40 @@
+"""Frozen weights in 4 or 8 bits through bitsandbytes (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.rank.lora import list_linear
+from training.spec import Adapter
+
+
+def count_quantised(model: Any) -> int:
+    """The weights that would be quantised: those of linear layers but the output head."""
+    head = model.get_output_embeddings()
+    return sum(module.weight.numel() for module in list_linear(model).values() if module is not head)
+
+
+def make_quantization(adapter: Adapter, compute_type: torch.dtype) -> Any:
+    """What transformers is told when it loads the weights."""
+    from transformers import BitsAndBytesConfig
+
+    if adapter.bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=adapter.quant_type,
+        bnb_4bit_use_double_quant=adapter.double_quant,
+        bnb_4bit_compute_dtype=compute_type,
+    )
+
+
+def make_trainable(model: nn.Module) -> None:
+    """Keep bitsandbytes from what suits inference only."""
+    # It says with every product in 8 bits that it computes in fp16.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    for module in model.modules():
+        # On CPUs with bf16 it would repack the weights at the first evaluation, for kernels that have no gradient.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
