@@ -3,6 +3,7 @@
 import json
 
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 
 from api.errors import TooLargeError
 from store.errors import InvalidRequestError
@@ -20,7 +21,8 @@ async def read_json(request: Request) -> object:
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise _too_large()
-    return parse_body(bytes(body)) if body.strip() else None
+    # Not on the event loop: a large body takes a while.
+    return await run_in_threadpool(parse_body, bytes(body)) if body.strip() else None
 
 
 def parse_body(body: bytes) -> object:

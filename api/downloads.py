@@ -8,7 +8,7 @@ from urllib.parse import quote
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
-from api.errors import RangeError
+from api.errors import PreconditionError, RangeError
 from store import artifacts
 
 _RANGE = re.compile(r"bytes=\s*([0-9]{0,18})-([0-9]{0,18})\s*", re.IGNORECASE)
@@ -21,8 +21,11 @@ def make_download(
 
     Raises:
         RangeError: the range begins behind the end.
+        PreconditionError: If-Match names other bytes.
     """
     etag = f'"{sha256}"'
+    if not _is_wanted(etag, request.headers.get("if-match")):
+        raise PreconditionError(f"these are not the bytes that If-Match names; their tag is {etag}", param="If-Match")
     headers = {"etag": etag, "accept-ranges": "bytes", "content-disposition": _make_disposition(filename)}
     if _is_among(etag, request.headers.get("if-none-match")):
         return Response(status_code=304, headers=headers)
@@ -57,6 +60,11 @@ def find_range(asked: str | None, size_bytes: int) -> tuple[int, int] | None:
     if start >= size_bytes:
         raise RangeError(size_bytes)
     return start, end
+
+
+def _is_wanted(etag: str, header: str | None) -> bool:
+    """Whether If-Match lets this pass; the comparison is strong there."""
+    return header is None or header.strip() == "*" or etag in [tag.strip() for tag in header.split(",")]
 
 
 def _is_among(etag: str, header: str | None) -> bool:

@@ -1,6 +1,7 @@
 """Every error as one body: {"error": {message, type, param, code}}. docs/errors.md lists the codes."""
 
 import logging
+import re
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -8,6 +9,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from store.errors import ConflictError, InvalidRequestError, NotFoundError
 from training.errors import BurnishError, DataError, Fault, ModelError, SpecError, StorageError
@@ -16,6 +18,7 @@ from training.spec import show
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
 class AuthenticationError(BurnishError):
@@ -30,6 +33,10 @@ class TooLargeError(BurnishError):
 
     code = "too_large"
     fault: Fault = "config"
+
+
+class PreconditionError(ConflictError):
+    """What If-Match names is not what is there."""
 
 
 class RangeError(BurnishError):
@@ -51,6 +58,7 @@ _STATUS: dict[type[BurnishError], int] = {
     AuthenticationError: 401,
     NotFoundError: 404,
     ConflictError: 409,
+    PreconditionError: 412,
     TooLargeError: 413,
     RangeError: 416,
     StorageError: 507,
@@ -112,9 +120,19 @@ async def _answer_http(request: Request, bad: Exception) -> JSONResponse:
     if bad.status_code == 404:
         return make_answer(404, f"no such path: {path}", code="path_not_found", headers=headers)
     if bad.status_code == 405:
-        message = f"{request.method} is not offered for {path}; offered: {headers.get('Allow', 'nothing')}"
+        # The header of the exception names the methods of one route only; several share a path.
+        headers = {**headers, "Allow": _list_methods(request)}
+        message = f"{request.method} is not offered for {path}; offered: {headers['Allow']}"
         return make_answer(405, message, code="method_not_allowed", headers=headers)
     return make_answer(bad.status_code, str(bad.detail), code="invalid_request", headers=headers)
+
+
+def _list_methods(request: Request) -> str:
+    def is_offered(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return ", ".join(filter(is_offered, METHODS))
 
 
 async def _answer_invalid(_request: Request, bad: Exception) -> JSONResponse:
@@ -122,7 +140,10 @@ async def _answer_invalid(_request: Request, bad: Exception) -> JSONResponse:
     assert isinstance(bad, RequestValidationError)  # noqa: S101 - for the type checker
     first = bad.errors()[0]
     param = str(first["loc"][-1])
-    message = f"{param}: {show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    given = first["input"]
+    # All of a URL is text; a number in it is told as one.
+    shown = given if isinstance(given, str) and re.fullmatch(r"-?[0-9]{1,40}", given) else show(given)
+    message = f"{param}: {shown.removesuffix(' (text)')}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return make_answer(400, message, code="invalid_value", param=param)
 
 

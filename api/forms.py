@@ -1,7 +1,9 @@
 """The form of an upload, taken as the parser finds it: fields to memory, the file to disk, both within limits."""
 
 import hashlib
+import re
 from typing import IO, Any
+from urllib.parse import unquote
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
@@ -14,6 +16,8 @@ from store.files import check_purpose
 FIELD_BYTES = 1024
 FORM_BYTES = 64 * 1024
 """What a form may hold beside its file: headers, fields, boundaries."""
+
+_ENCODED_NAME = re.compile(rb";\s*filename\*=UTF-8'[A-Za-z0-9-]*'([A-Za-z0-9%!#$&+.^_`|~-]+)", re.IGNORECASE)
 
 
 class UploadForm:
@@ -92,8 +96,11 @@ class UploadForm:
         name = self._part = options.get(b"name", b"").decode("utf-8", "replace")
         if name in self.fields or (name == "file" and self.filename is not None):
             raise InvalidRequestError(f"{name}: given twice; leave one out", param=name)
+        if not name:
+            message = "a part of the form has no name; its parts are purpose and file"
+            raise InvalidRequestError(message, code="invalid_form")
         if name == "file":
-            self.filename = options.get(b"filename", b"file").decode("utf-8", "replace")
+            self.filename = _find_filename(self._disposition, options)
         elif name.startswith("expires_after"):
             message = "expires_after: files that expire are not offered yet; leave the field out"
             raise InvalidRequestError(message, param="expires_after", code="not_offered")
@@ -119,6 +126,13 @@ class UploadForm:
 
     def _end(self) -> None:
         self._has_ended = True
+
+
+def _find_filename(disposition: bytes, options: dict[bytes, bytes]) -> str:
+    """The plain name, else the encoded one (RFC 8187), which some clients send alone though forms have none."""
+    if b"filename" not in options and (encoded := _ENCODED_NAME.search(disposition)):
+        return unquote(encoded[1].decode("ascii"), errors="replace")
+    return options.get(b"filename", b"file").decode("utf-8", "replace")
 
 
 def find_boundary(content_type: str | None) -> bytes:

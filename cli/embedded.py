@@ -6,12 +6,14 @@ crash left in the folder is put right at the next start.
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.util
 import os
 import pwd
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -85,9 +87,7 @@ class EmbeddedPostgres:
         self._as_owner = _as_owner()
         self._sockets = self._data
         if len(os.fsencode(self._data / ".s.PGSQL.5432")) > SOCKET_PATH_LIMIT:
-            self._sockets = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="burnish-")))
-            if self._as_owner:
-                shutil.chown(self._sockets, ROOTS_STAND_IN)
+            self._sockets = self._stack.enter_context(_socket_folder(self._data))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -203,6 +203,28 @@ def hold_folder(folder: Path) -> Iterator[None]:
         lock.write(str(os.getpid()))
         lock.flush()
         yield
+
+
+@contextlib.contextmanager
+def _socket_folder(data: Path) -> Iterator[Path]:
+    """A short folder whose name follows from the data's: what outlives a killed server finds the next one there. Not
+    in XDG_RUNTIME_DIR, which goes when its user logs out."""
+    digest = hashlib.sha256(os.fsencode(data)).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"burnish-{digest[:16]}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    # Anyone may have made it before us, and would then see who connects.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise SetupError(
+            f"{folder}, where PostgreSQL's socket has to be, belongs to somebody else; delete it, or choose a folder "
+            "with a shorter path with BURNISH_DATA_DIR"
+        )
+    folder.chmod(0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _make_postgres_url(sockets: Path) -> str:

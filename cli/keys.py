@@ -14,6 +14,7 @@ from store.keys import FIRST_PROJECT, list_keys, make_key, revoke_key
 from store.models import Project
 from store.session import open_session
 from store.settings import get_settings
+from training.jsonlines import printable
 
 
 def create_key(name: str) -> str:
@@ -27,12 +28,16 @@ def create_key(name: str) -> str:
 
 def describe_keys() -> list[str]:
     with _open() as session:
-        return [f"{key.id}  {'revoked' if key.revoked_at else 'valid  '}  {key.name}" for key in list_keys(session)]
+        return [
+            f"{key.id}  {'revoked' if key.revoked_at else 'valid  '}  {printable(key.name)}"
+            for key in list_keys(session)
+        ]
 
 
-def revoke(key_id: str) -> None:
+def revoke(id_or_key: str) -> str:
+    """The id of the key, which is refused from now on."""
     with _open() as session:
-        revoke_key(session, key_id)
+        return revoke_key(session, id_or_key).id
 
 
 @contextlib.contextmanager

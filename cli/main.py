@@ -113,12 +113,11 @@ def list_keys() -> None:
 
 @keys.command("revoke")
 @_tells_errors
-def revoke_key(key_id: Annotated[str, typer.Argument(help="The id, as `burnish keys list` shows it.")]) -> None:
+def revoke_key(key: Annotated[str, typer.Argument(help="The id, as `burnish keys list` shows it.")]) -> None:
     """Refuse a key from now on."""
     from cli.keys import revoke
 
-    revoke(key_id)
-    print(f"{key_id} is revoked")
+    print(f"{revoke(key)} is revoked")
 
 
 def _say(line: str) -> None:

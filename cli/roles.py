@@ -8,8 +8,10 @@ from cli.crew import Crew
 from cli.errors import SetupError
 from cli.keep import keep
 from cli.trainings import end_trainings
-from cli.up import Tell, ended_by_signals, key_file, prepare_database
+from cli.up import Tell, check_broker, check_database, ended_by_signals, key_file, prepare_database
 from store.settings import Settings, get_settings
+
+CHECKS = {"database_url": check_database, "broker_url": check_broker}
 
 
 def migrate(tell: Tell) -> None:
@@ -61,4 +63,5 @@ def _require(*names: str) -> Settings:
     for name in names:
         if not getattr(settings, name):
             raise SetupError(f"BURNISH_{name.upper()} is not set; `burnish up` starts servers of its own instead")
+        CHECKS[name](getattr(settings, name))
     return settings

@@ -23,7 +23,7 @@ from cli.trainings import end_trainings
 from store.base_models import list_models
 from store.keys import make_first_key
 from store.migrate import upgrade
-from store.session import open_session
+from store.session import open_session, sqlalchemy_url
 from store.settings import Settings, get_settings
 
 Tell = Callable[[str], None]
@@ -85,14 +85,14 @@ def _begin_servers(stack: contextlib.ExitStack, crew: Crew, data_dir: Path) -> S
     asked, logs = get_settings(), data_dir / "logs"
     told = {"BURNISH_DATA_DIR": str(data_dir)}
     if asked.database_url:
-        _check_database(asked.database_url)
+        check_database(asked.database_url)
     else:
         postgres = stack.enter_context(EmbeddedPostgres(data_dir / "postgres", log=logs / "postgres.log"))
         stack.callback(crew.end, "PostgreSQL")
         crew.start("PostgreSQL", postgres.start)
         told["BURNISH_DATABASE_URL"] = postgres.url
     if asked.broker_url:
-        _check_broker(asked.broker_url)
+        check_broker(asked.broker_url)
     else:
         valkey = stack.enter_context(EmbeddedValkey(data_dir / "valkey", log=logs / "valkey.log"))
         stack.callback(crew.end, "Valkey")
@@ -105,19 +105,27 @@ def _begin_servers(stack: contextlib.ExitStack, crew: Crew, data_dir: Path) -> S
     return get_settings()
 
 
-def _check_database(url: str) -> None:
+def check_database(url: str) -> None:
+    """Say what is wrong with the database's URL, or that nothing answers there."""
+    driver_url = sqlalchemy_url(url).replace("postgresql+psycopg://", "postgresql://", 1)
     try:
-        psycopg.connect(url, connect_timeout=10).close()
+        psycopg.connect(driver_url, connect_timeout=10).close()
     except psycopg.Error as bad:
         raise SetupError(f"BURNISH_DATABASE_URL: no connection: {str(bad).strip()}") from bad
 
 
-def _check_broker(url: str) -> None:
+def check_broker(url: str) -> None:
+    """Say what is wrong with the broker's URL, or that nothing answers there."""
     try:
-        with redis.Redis.from_url(url, socket_connect_timeout=10, retry=None) as client:
+        host = urlsplit(url).hostname
+        client = redis.Redis.from_url(url, socket_connect_timeout=10, retry=None)
+    except ValueError as bad:
+        raise SetupError(f"BURNISH_BROKER_URL: not as redis://host:6379/0: {bad}") from bad
+    try:
+        with client:
             client.ping()
-    except (redis.RedisError, ValueError) as bad:
-        raise SetupError(f"BURNISH_BROKER_URL: no connection to {urlsplit(url).hostname}: {bad}") from bad
+    except redis.RedisError as bad:
+        raise SetupError(f"BURNISH_BROKER_URL: no connection to {host}: {bad}") from bad
 
 
 def prepare_database(settings: Settings) -> bool:

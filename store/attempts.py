@@ -53,10 +53,10 @@ def claim_attempt(session: Session, job_id: str, number: int, host_name: str) ->
     if attempt.status != AttemptStatus.PLACED or attempt.host_name != host_name:
         return False
     now = session.scalar(select(func.clock_timestamp()))
+    attempt.last_seq = _last_seq_on(session, job_id, host_name)
     attempt.status = AttemptStatus.RUNNING
     attempt.claimed_at = now
     attempt.lease_expires_at = now + _lease() if now else None
-    attempt.last_seq = _last_seq_on(session, job_id, host_name)
     message = "Fine-tuning job started" if number == 1 else f"Fine-tuning job started again, attempt {number}"
     switch_status(session, job, JobStatus.RUNNING, f"{message}, on {host_name}")
     return True
@@ -184,8 +184,10 @@ def _lease() -> timedelta:
 
 def _last_seq_on(session: Session, job_id: str, host_name: str) -> int:
     """Attempts of one job on one host share a run directory, and so its sequence of events."""
-    query = select(func.max(Attempt.last_seq)).where(Attempt.job_id == job_id, Attempt.host_name == host_name)
-    return session.scalar(query) or 0
+    here = select(Attempt.last_seq).where(Attempt.job_id == job_id, Attempt.host_name == host_name)
+    # Of the newest one that began: where the run directory was lost since an older one, the numbers began anew.
+    began = here.where(Attempt.claimed_at.is_not(None)).order_by(Attempt.number.desc())
+    return session.scalar(began.limit(1)) or 0
 
 
 def _count_lost(session: Session, job_id: str) -> int:

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import stat
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -55,10 +56,12 @@ def list_models() -> list[BaseModel]:
     if path is None:
         return []
     try:
-        stat = path.stat()
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ModelMapError(f"BURNISH_MODELS: {path} is {'a folder' if path.is_dir() else 'a device'}, not a file")
+        return list(_load_map(path.resolve(), found.st_mtime_ns, found.st_size))
     except OSError as bad:
         raise ModelMapError(f"BURNISH_MODELS: {path}: {bad.strerror}") from bad
-    return list(_load_map(path.resolve(), stat.st_mtime_ns, stat.st_size))
 
 
 def get_model(name: str) -> BaseModel:
@@ -101,16 +104,20 @@ def _unknown(name: str, known: list[str]) -> str:
 
 @lru_cache(maxsize=1)
 def _load_map(path: Path, mtime_ns: int, size_bytes: int) -> tuple[BaseModel, ...]:  # noqa: ARG001 - size is for the cache
-    text = path.read_text("utf-8")
     try:
+        text = path.read_text("utf-8")
         entries: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except UnicodeDecodeError as bad:
+        raise ModelMapError(f"BURNISH_MODELS: {path} is not UTF-8 at byte {bad.start + 1}; save it as UTF-8") from None
+    except RecursionError:
+        raise ModelMapError(f"BURNISH_MODELS: {path}: lists or objects far too deep within each other") from None
     except (ValueError, yaml.YAMLError) as bad:
         raise ModelMapError(f"BURNISH_MODELS: {path} cannot be read: {bad}") from None
     if not isinstance(entries, dict):
         raise ModelMapError(f"BURNISH_MODELS: {path} has to hold names and their models: name -> {_ENTRY}")
     try:
         found = [_make_model(name, entry, path.parent, mtime_ns // 10**9) for name, entry in entries.items()]
-    except ValueError as bad:
+    except (ValueError, RuntimeError) as bad:  # RuntimeError: the home of nobody, or an entry too deep to be shown.
         raise ModelMapError(f"BURNISH_MODELS: {path}: {bad}") from None
     return tuple(sorted(found, key=lambda model: model.name))
 

@@ -29,3 +29,10 @@ class FencedError(BurnishError):
 
     code = "fenced"
     fault: Fault = "infrastructure"
+
+
+class SettingError(BurnishError):
+    """A setting of the service that its operator has to mend."""
+
+    code = "invalid_setting"
+    fault: Fault = "infrastructure"

@@ -52,8 +52,11 @@ def list_events(session: Session, job_id: str, *, after: str | None, limit: int)
 
 
 def _cursor(session: Session, job_id: str, after: str) -> int:
+    """The id behind a cursor. The event itself may be gone: those of steps that are made anew are."""
     number = after.removeprefix(PREFIX)
-    known = number.isascii() and number.isdigit() and len(number) <= 18
-    if known and session.scalar(select(Event.id).where(Event.id == int(number), Event.job_id == job_id)):
-        return int(number)
+    if number.isascii() and number.isdigit() and len(number) <= 18:
+        bounds = select(func.min(Event.id), func.max(Event.id)).where(Event.job_id == job_id)
+        first, last = session.execute(bounds).one()
+        if first is not None and first <= int(number) <= last:
+            return int(number)
     raise InvalidRequestError(f"after: no event {after!r} of this job", param="after")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import secrets
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import Select, func, select, tuple_
 from sqlalchemy.dialects.postgresql import JSONB
@@ -15,6 +15,7 @@ from store.events import append_event, switch_status
 from store.models import Attempt, File, Job
 from store.outbox import CONTROL_QUEUE, PLACE_JOBS, append_message
 from store.pages import Page, read_page
+from store.placement import can_ever_hold
 from store.status import AttemptStatus, JobStatus
 from training.spec import MAX_SEED, JobSpec
 
@@ -58,6 +59,7 @@ def create_job(session: Session, project_id: str, spec: JobSpec, *, idempotency_
     # before its first step.
     switch_status(session, job, JobStatus.QUEUED, "Files validated, moving job to queued state")
     append_message(session, CONTROL_QUEUE, PLACE_JOBS, {})
+    _tell_if_no_host_fits(session, job, spec.resources.gpus)
     return job
 
 
@@ -149,6 +151,16 @@ def _check_file(session: Session, project_id: str, file_id: str, param: str) -> 
         first, count = errors[0], report.get("error_count", len(errors))
         more = f" ({count} row errors in all: GET /v1/files/{file_id}/report)" if count > 1 else ""
         raise InvalidRequestError(f"{_place(first)}{first['message']}{more}", param=param, code=first["code"])
+
+
+def _tell_if_no_host_fits(session: Session, job: Job, gpus: int | Literal["auto"]) -> None:
+    """A job that nothing can run now waits; whoever made it is told so at once."""
+    if can_ever_hold(session, None if gpus == "auto" else gpus):
+        return
+    wanted = f"with {gpus} GPU(s)" if gpus not in ("auto", 0) else "of the service"
+    remedy = "; resources.gpus 0 asks for a CPU" if gpus not in ("auto", 0) else ""
+    message = f"No host {wanted} is up; the job waits until one comes{remedy}"
+    append_event(session, job, message, level="warn", data={"code": "no_such_host"})
 
 
 def _place(issue: dict[str, Any]) -> str:

@@ -8,20 +8,29 @@ import secrets
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from store.errors import NotFoundError
+from store.errors import InvalidRequestError, NotFoundError
 from store.models import ApiKey, Project
 
 SECRET_BYTES = 32
 FIRST_PROJECT = "default"
+MAX_NAME = 200
 
-_KEY = re.compile(r"bk-([0-9a-f]{16})-[A-Za-z0-9_-]{43}")
+_KEY_ID = re.compile(r"[0-9a-f]{16}")
+_KEY = re.compile(rf"bk-({_KEY_ID.pattern})-[A-Za-z0-9_-]{{43}}")
 _NO_DIGEST = hashlib.sha256(b"").digest()
 _LOCK = 7_206_004
 """Advisory lock: of two processes that start at once, one makes the first key."""
 
 
 def make_key(session: Session, project_id: str, name: str) -> str:
-    """A new key of a project. Its text is returned this once and is stored nowhere."""
+    """A new key of a project. Its text is returned this once and is stored nowhere.
+
+    Raises:
+        InvalidRequestError: the name is no short line of text, so a list of keys could not show it.
+    """
+    if not name.strip() or not name.isprintable() or len(name) > MAX_NAME:
+        message = f"name: {name[:80]!r} is not one line of 1 to {MAX_NAME} printable characters"
+        raise InvalidRequestError(message, param="name")
     key_id = secrets.token_hex(8)
     text = f"bk-{key_id}-{secrets.token_urlsafe(SECRET_BYTES)}"
     session.add(ApiKey(id=key_id, project_id=project_id, name=name, digest=_digest(text)))
@@ -50,15 +59,21 @@ def find_project_of(session: Session, key_text: str) -> str | None:
     return key.project_id if key is not None and is_right and key.revoked_at is None else None
 
 
-def revoke_key(session: Session, key_id: str) -> ApiKey:
-    """Refuse a key from now on. To revoke it again changes nothing.
+def revoke_key(session: Session, id_or_key: str) -> ApiKey:
+    """Refuse a key from now on, given by its id or its whole text. To revoke it again changes nothing.
 
     Raises:
         NotFoundError: there is no such key.
     """
+    whole = _KEY.fullmatch(id_or_key)
+    key_id = whole[1] if whole else id_or_key
+    if not _KEY_ID.fullmatch(key_id):
+        # What was given is not told back: it may be a part of a key.
+        message = "no key has such an id: it is 16 characters 0-9 and a-f, between the first two hyphens of the key"
+        raise NotFoundError(message, code="key_not_found")
     key = session.get(ApiKey, key_id, with_for_update=True)
     if key is None:
-        raise NotFoundError(f"no key {key_id!r}; its id stands between the first two hyphens", code="key_not_found")
+        raise NotFoundError(f"no key {key_id!r} here; `burnish keys list` shows all", code="key_not_found")
     if key.revoked_at is None:
         key.revoked_at = session.scalar(select(func.clock_timestamp()))
     return key

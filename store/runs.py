@@ -28,10 +28,11 @@ def store_events(session: Session, job_id: str, number: int, events: Sequence[Ev
     """
     job, attempt = lock_current(session, job_id, number)
     points = Points(job_id)
+    oldest = _oldest_taken_over(session, attempt)
     for event in events:
-        if event.seq > attempt.last_seq:
+        if event.seq > attempt.last_seq and event.attempt >= oldest:
             _store_event(session, job, attempt, event, points)
-            attempt.last_seq = event.seq
+        attempt.last_seq = max(attempt.last_seq, event.seq)
     points.store(session)
     return job.desired_status
 
@@ -57,6 +58,30 @@ class Points:
         merged = {"data": Metric.data.op("||")(statement.excluded.data), "attempt": statement.excluded.attempt}
         session.execute(statement.on_conflict_do_update(index_elements=[Metric.job_id, Metric.step], set_=merged))
         self._rows = {}
+
+
+def _oldest_taken_over(session: Session, attempt: Attempt) -> int:
+    """The oldest attempt whose late events count: those before this one without another host between. What a host did
+    not get rid of before another one went on has been made anew there."""
+    query = select(Attempt).where(Attempt.job_id == attempt.job_id, Attempt.number < attempt.number)
+    oldest = attempt.number
+    for earlier in session.scalars(query.where(Attempt.claimed_at.is_not(None)).order_by(Attempt.number.desc())):
+        if earlier.host_name != attempt.host_name:
+            break
+        oldest = earlier.number
+    return oldest
+
+
+def tell(session: Session, job_id: str, number: int, message: str) -> None:
+    """A warning of the supervisor itself."""
+    job, _ = lock_current(session, job_id, number)
+    append_event(session, job, message, level="warn")
+
+
+def is_stored(session: Session, job_id: str, step: int, manifest: dict[str, Any]) -> bool:
+    """Whether this very checkpoint is in the object store."""
+    query = select(Checkpoint.manifest).where(Checkpoint.job_id == job_id, Checkpoint.step == step)
+    return session.scalar(query) == manifest
 
 
 def forget_events(session: Session, job_id: str, number: int) -> None:

@@ -11,6 +11,7 @@ from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
+from store.errors import SettingError
 from store.settings import get_settings
 
 AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeoutError)
@@ -21,7 +22,8 @@ def sqlalchemy_url(url: str) -> str:
     """The operator's `postgresql://` URL in the form that names our driver."""
     scheme, found, rest = url.partition("://")
     if scheme not in ("postgresql", "postgres", "postgresql+psycopg") or not found:
-        raise ValueError(f"BURNISH_DATABASE_URL has to begin with postgresql://, got {url.split('@')[-1]!r}")
+        shown = url.split("@")[-1]
+        raise SettingError(f"BURNISH_DATABASE_URL has to begin with postgresql://, got {shown!r}")
     return f"postgresql+psycopg://{rest}"
 
 

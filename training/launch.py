@@ -69,12 +69,16 @@ def write_spec(spec_file: Path, run_dir: RunDir) -> None:
         SpecError: the spec is wrong, or the directory holds checkpoints of another one.
     """
     asked = _read_spec(spec_file)
-    run_dir.path.mkdir(parents=True, exist_ok=True)
-    if run_dir.list_checkpoints() and run_dir.spec.exists() and json.loads(run_dir.spec.read_bytes()) != asked:
-        raise SpecError(
-            f"{run_dir.path} holds checkpoints of another spec; choose another run directory", code="other_run"
-        )
-    write_json(run_dir.spec, asked)
+    try:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        if run_dir.list_checkpoints() and run_dir.spec.exists() and _read_own_spec(run_dir) != asked:
+            raise SpecError(
+                f"{run_dir.path} holds checkpoints of another spec; choose another run directory", code="other_run"
+            )
+        write_json(run_dir.spec, asked)
+    except OSError as bad:
+        at = bad.filename or run_dir.path
+        raise SpecError(f"{at}: {bad.strerror}; choose another run directory, a folder that can be written") from bad
 
 
 def run_alone(run_dir: RunDir, environment: Mapping[str, str], *, quiet: bool = False, plan_only: bool = False) -> int:
@@ -191,6 +195,18 @@ def _read_spec(spec_file: Path) -> dict[str, Any]:
         if asked.get(name) and (path := Path(asked[name]).expanduser()).exists():
             asked[name] = str(path.resolve())
     return asked
+
+
+def _read_own_spec(run_dir: RunDir) -> object:
+    """What the run directory was made for."""
+    try:
+        return json.loads(run_dir.spec.read_bytes())
+    except (ValueError, RecursionError):
+        raise SpecError(
+            f"{run_dir.spec} is damaged, so it cannot be told whose checkpoints these are; choose another run "
+            "directory, or delete that file where they are this run's",
+            code="other_run",
+        ) from None
 
 
 def _show(value: float | None) -> str:

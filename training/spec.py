@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +38,16 @@ VALUES_NOT_OFFERED = {
 """Values of the contract that this version refuses by name, by the field's path or its last part."""
 
 
+MAX_NUMBER = 10**9
+"""What no number of a job is beyond; larger ones are slips, and would occupy a machine."""
+MAX_EPOCHS = 10_000
+MAX_REGEX_LENGTH = 1000
+
+
 def show(value: object) -> str:
     """A value as a person would name it in an error: its text, and its kind where that is the fault."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of about {value.bit_length() * 3 // 10} digits"
     kinds: dict[type, str] = {bool: "a boolean", str: "text", dict: "an object", list: "a list"}
     kind = kinds.get(type(value))
     text = repr(value) if not isinstance(value, str) else f'"{value}"'
@@ -68,7 +75,7 @@ def _number(
 ) -> PlainValidator:
     """A check for a JSON number within limits; text and booleans are refused, also where they look like one."""
     word = "a whole number" if kind is int else "a number"
-    if math.isinf(high):
+    if high == MAX_NUMBER:
         wanted = f"{word} {'greater than' if above else 'of at least'} {low:g}"
     elif below:
         wanted = f"{word} from {low:g} to below {high:g}"
@@ -82,8 +89,10 @@ def _number(
         kinds = (int,) if kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise _wrong(f"{show(value)} is not {wanted}")
-        if not math.isfinite(value) or value < low or value > high or (above and value <= low):
-            raise _wrong(f"{show(value)} is not {wanted}")
+        # Limits first: no whole number is too large to be compared, but many are for a float.
+        if not low <= value <= high or (above and value <= low):
+            limit = f"; at most {high:,}" if high == MAX_NUMBER and value > high else ""
+            raise _wrong(f"{show(value)} is not {wanted}{limit}")
         if below and value >= high:
             raise _wrong(f"{show(value)} is not {wanted}")
         return kind(value)
@@ -92,21 +101,21 @@ def _number(
     return PlainValidator(check, json_schema_input_type=schema | Auto if auto else schema)
 
 
-def _whole(low: int, high: float = math.inf, *, auto: bool = False) -> PlainValidator:
+def _whole(low: int, high: float = MAX_NUMBER, *, auto: bool = False) -> PlainValidator:
     return _number(int, low, high, auto=auto)
 
 
 def _real(
-    low: float, high: float = math.inf, *, above: bool = False, auto: bool = False, below: bool = False
+    low: float, high: float = MAX_NUMBER, *, above: bool = False, auto: bool = False, below: bool = False
 ) -> PlainValidator:
     return _number(float, low, high, above=above, auto=auto, below=below)
 
 
 def _steps(value: object) -> object:
     """`auto`, a number of steps, or a share of the run in (0, 1)."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_NUMBER):
         return value
-    if isinstance(value, float) and (0 < value < 1 or (value >= 1 and value.is_integer())):
+    if isinstance(value, float) and (0 < value < 1 or (1 <= value <= MAX_NUMBER and value.is_integer())):
         return value if value < 1 else int(value)
     raise _wrong(f'{show(value)} is not "auto", a whole number of steps of at least 1, or a share of the run in (0, 1)')
 
@@ -141,7 +150,7 @@ class EarlyStopping(_Part):
 class Hyperparameters(_Part):
     """The numbers of the run; what is `auto` is resolved in `plan.py`, with its reason."""
 
-    n_epochs: Annotated[float | Auto, _real(0, above=True, auto=True)] = "auto"
+    n_epochs: Annotated[float | Auto, _real(0, MAX_EPOCHS, above=True, auto=True)] = "auto"
     "Passes over the training file; fractions are allowed."
     max_steps: Annotated[int | None, _whole(1)] = None
     "Optimizer steps, in the place of n_epochs."
@@ -212,9 +221,11 @@ def _targets(value: object) -> object:
                 raise _wrong(f'"{name}" is a pattern; patterns are given as {{"regex": "..."}}, not in a list of names')
         return tuple(value)
     if isinstance(value, dict) and set(value) == {"regex"} and isinstance(value["regex"], str):
+        if len(value["regex"]) > MAX_REGEX_LENGTH:
+            raise _wrong(f"the pattern has {len(value['regex'])} characters; at most {MAX_REGEX_LENGTH} are allowed")
         try:
             re.compile(value["regex"])
-        except re.error as bad:
+        except (re.error, RecursionError, OverflowError) as bad:
             raise _wrong(f"{show(value['regex'])} is not a regular expression: {bad}") from None
         return Regex(regex=value["regex"])
     raise _wrong(f'{show(value)} is not "all-linear", a list of module names, or {{"regex": "..."}}')

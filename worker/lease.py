@@ -46,3 +46,5 @@ class LeaseKeeper(threading.Thread):
             self.fenced = True
         except AWAY as away:
             log.warning("the database is away, training goes on: %s", str(away).splitlines()[0])
+        except Exception:
+            log.exception("the lease could not be renewed; trying again")

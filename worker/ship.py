@@ -2,10 +2,9 @@
 
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from store import artifacts, runs
-from store.runs import add_artifact, add_checkpoint
+from store.runs import add_artifact, add_checkpoint, is_stored
 from store.session import open_session
 from training.rundir import MANIFEST, RunDir, file_sha256, read_manifest, step_of
 
@@ -13,13 +12,19 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest time that a zip can hold: archives of equal content are equal bytes."""
 
 
-def ship_checkpoint(job_id: str, number: int, folder: Path, metrics: dict[str, Any]) -> None:
-    """Files first, the manifest after them, the row last."""
+def ship_checkpoint(job_id: str, number: int, folder: Path) -> None:
+    """Files first, the manifest after them, the row last. One that is stored already is left as it is."""
     step = step_of(folder)
     prefix = f"jobs/{job_id}/checkpoints/{number}/{step}"
     manifest = read_manifest(folder)
+    with open_session() as session:
+        if is_stored(session, job_id, step, manifest):
+            return
     for name in [*(entry["name"] for entry in manifest["files"]), MANIFEST]:
         artifacts.put_file(f"{prefix}/{name}", folder / name)
+    progress = manifest["progress"]
+    evaluated = progress["evaluated_step"] == step
+    metrics = {"train_loss": progress["train_loss"], "eval_loss": progress["eval_loss"] if evaluated else None}
     with open_session() as session:
         add_checkpoint(session, job_id, number, step, prefix, manifest, metrics)
 

@@ -4,6 +4,7 @@ It starts the trainer, or adopts the one that a killed supervisor left, brings i
 store, and at the end makes sure that no process is left before it says how the attempt ended.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +24,14 @@ from store.attempts import Outcome, RunInput, end_attempt, load_run
 from store.base_models import BaseModel
 from store.errors import FencedError
 from store.queue import publish_outbox
-from store.runs import forget_events, store_events
+from store.runs import forget_events, store_events, tell
 from store.session import AWAY, open_session
 from store.settings import Settings, get_settings
 from store.status import EndReason, JobStatus
 from training.errors import BurnishError
 from training.events import Event, read_events
 from training.launch import make_command, make_environment
-from training.rundir import RunDir, write_json
+from training.rundir import RunDir, checkpoint_name, write_json
 from worker.lease import LeaseKeeper
 from worker.prepare import clear_run, prepare_run
 from worker.processes import (
@@ -49,6 +50,11 @@ from worker.ship import expire_checkpoints, ship_checkpoint, ship_result
 log = logging.getLogger("worker.supervise")
 
 T = TypeVar("T")
+
+
+class GaveUpError(Exception):
+    """Database or object store were away for too long."""
+
 
 BATCH = 1000
 """Events in one transaction."""
@@ -85,6 +91,10 @@ class Supervisor:
         self.trainer_pid: int | None = None
         self.exit_code: int | None = None
         self.stop_signal: int | None = None
+        self.result_shipped = False
+        self.abandoned = False
+        "What is not shipped by now is not wanted any more."
+        self.told_trouble = False
 
     def supervise(self) -> None:
         become_subreaper()
@@ -98,9 +108,9 @@ class Supervisor:
             outcome = None
         except BurnishError as bad:
             outcome = make_failure(bad.as_dict(), None)
-        except (OSError, subprocess.SubprocessError) as bad:
+        except Exception as bad:  # whatever it is, it ends this attempt, and counts: no loop without an end
             log.exception("the host could not run the attempt")
-            outcome = Outcome(EndReason.HOST_FAULT, f"The host could not run the attempt: {bad}")
+            outcome = make_host_fault(bad)
         self._close(outcome)
 
     # ---- start
@@ -128,7 +138,7 @@ class Supervisor:
         environment = make_environment(
             os.environ,
             gpus=inputs.gpus,
-            offline=Path(model.source).is_absolute(),
+            offline=is_local,
             model_cache=self.settings.model_cache,
         )
         with self.run.log.open("ab") as output:
@@ -154,8 +164,12 @@ class Supervisor:
             self._ingest()
             if stop := self._must_stop():
                 return stop
-            if not living and not self.waiting and all(upload.done() for upload in self.shipping):
-                return None
+            if not living and not self.waiting:
+                if self.last is not None and self.last.type == "finished" and not self.result_shipped:
+                    self.result_shipped = True
+                    self._ship(lambda: ship_result(self.job_id, self.number, self.run))
+                if all(upload.done() for upload in self.shipping):
+                    return None
             time.sleep(self.settings.poll_s)
 
     def _must_stop(self) -> Outcome | None:
@@ -193,19 +207,18 @@ class Supervisor:
                 log.warning("the database is away, events wait: %s", str(away).splitlines()[0])
                 return
             del self.waiting[: len(batch)]
-            for event in batch:
-                if event.type == "checkpoint":
-                    self._ship(lambda event=event: self._ship_checkpoint(event))  # type: ignore[misc]
+            for step in map(checkpoint_of, batch):
+                if step:
+                    self._ship(lambda step=step: self._ship_checkpoint(step))  # type: ignore[misc]
 
-    def _ship_checkpoint(self, event: Event) -> None:
-        folder = self.run.path / event.data["path"]
+    def _ship_checkpoint(self, step: int) -> None:
+        folder = self.run.checkpoints / checkpoint_name(step)
         if folder.exists():  # an old one may be gone: the engine keeps a bounded number
-            metrics = {name: value for name, value in event.data.items() if name not in ("path", "bytes")}
-            ship_checkpoint(self.job_id, self.number, folder, metrics)
+            ship_checkpoint(self.job_id, self.number, folder)
             expire_checkpoints(self.job_id, self.number)
 
     def _ship(self, work: Callable[[], None]) -> None:
-        self.shipping.append(self.uploads.submit(self._until_done, work))
+        self.shipping.append(self.uploads.submit(self._until_done, work, optional=True))
 
     # ---- end
 
@@ -231,34 +244,34 @@ class Supervisor:
         keeps = outcome is not None and outcome.reason == EndReason.STOPPED
         end_processes(self.job_id, self.number, self.settings.stop_grace_s if keeps else 0)
         stop_s = round(time.monotonic() - began, 3)
+        # Of a cancelled run nothing is wanted any more: an object store that is away does not hold up its end.
+        self.abandoned = outcome is None or outcome.reason == EndReason.CANCELLED
         try:
             if outcome is not None:
-                status = self._report(outcome, stop_s)
-                log.info("attempt %s of %s ended: %s, job %s", self.number, self.job_id, outcome.reason, status)
-        except FencedError as fenced:
-            log.warning("%s", fenced)
+                self._report(outcome, stop_s)
+        except (FencedError, GaveUpError) as left:
+            # Without the database nothing can be said: the lock goes free, and the host's next supervisor says it.
+            log.warning("%s", left)
         finally:
             self.lease.stop()
-            self.uploads.shutdown()
+            self.uploads.shutdown(cancel_futures=True)
             publish_outbox()
 
-    def _report(self, outcome: Outcome, stop_s: float) -> JobStatus:
+    def _report(self, outcome: Outcome, stop_s: float) -> None:
         self._until_done(self._drain)
-        if outcome.reason == EndReason.FINISHED:
-            self._until_done(lambda: ship_result(self.job_id, self.number, self.run))
         ended = Outcome(**{**outcome.__dict__, "stop_s": stop_s, "exit_code": self.exit_code})
         status = self._call(lambda session: end_attempt(session, self.job_id, self.number, ended))
+        log.info("attempt %s of %s ended: %s, job %s", self.number, self.job_id, outcome.reason, status)
         if status.is_final:
             clear_run(self.run)
-        return status
 
     def _drain(self) -> None:
         """What the trainer wrote while it was stopped."""
         self._ingest()
         if self.waiting:
             raise TimeoutError("events still wait for the database")
-        for upload in self.shipping:
-            upload.result()
+        if not self.abandoned:
+            wait(self.shipping)
 
     def _call(self, work: Callable[[Session], T]) -> T:
         """One transaction, tried until the database is there."""
@@ -271,24 +284,37 @@ class Supervisor:
         self._until_done(transact)
         return result[0]
 
-    def _until_done(self, work: Callable[[], Any]) -> None:
-        """Do what must not be lost, again until database and object store take it. The lease is renewed meanwhile, and
-        when that ends, so does this."""
-        wait_s = 0.5
+    def _until_done(self, work: Callable[[], Any], *, optional: bool = False) -> None:
+        """Do what must not be lost, again until database and object store take it; what is optional only until the run
+        is abandoned.
+
+        Raises:
+            FencedError: the attempt is not ours any more.
+            GaveUpError: they did not for as long as an outage may last, or it is not wanted any more.
+        """
+        began, wait_s = time.monotonic(), 0.5
         while True:
             try:
                 work()
                 return
-            except FencedError:
-                raise
             except (*AWAY, OSError) as away:
-                log.warning(
-                    "trying again in %.0f s: %s", wait_s, str(away).splitlines()[0] if str(away) else repr(away)
-                )
+                trouble = str(away).splitlines()[0] if str(away) else repr(away)
+            log.warning("trying again in %.0f s: %s", wait_s, trouble)
             if self.lease.fenced:
                 raise FencedError(f"attempt {self.number} of {self.job_id} is not the current one")
+            if (optional and self.abandoned) or time.monotonic() - began > self.settings.outage_limit_s:
+                raise GaveUpError(trouble)
+            self._tell_trouble(trouble)
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, 30)
+
+    def _tell_trouble(self, trouble: str) -> None:
+        """Once, to the job's users, where the database takes it."""
+        if self.told_trouble:
+            return
+        with contextlib.suppress(*AWAY, FencedError), open_session() as session:
+            tell(session, self.job_id, self.number, f"What was trained cannot be stored yet, trying again: {trouble}")
+            self.told_trouble = True
 
     # ---- notes in the run directory
 
@@ -326,6 +352,19 @@ class Supervisor:
 
     def _note_signal(self, signum: int, _frame: object) -> None:
         self.stop_signal = signum
+
+
+def checkpoint_of(event: Event) -> int | None:
+    """The step of a checkpoint that an event tells of. That which a run goes on from may never have been told: its
+    writer was killed between the two."""
+    if event.type == "checkpoint":
+        return event.step
+    return event.data.get("resumed_from") if event.type == "started" else None
+
+
+def make_host_fault(bad: Exception) -> Outcome:
+    reason = str(bad).splitlines()[0] if str(bad) else type(bad).__name__
+    return Outcome(EndReason.HOST_FAULT, f"The host could not run the attempt: {reason}")
 
 
 def make_failure(error: dict[str, Any], exit_code: int | None) -> Outcome:

@@ -50,6 +50,8 @@ def create_job(
     is_retry: Annotated[bool, Depends(read_is_retry)],
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
 ) -> JobAnswer:
+    if body is None:
+        raise InvalidRequestError("the body is empty; send the job as a JSON object", code="invalid_body")
     spec = parse_spec(body)
     base_models.find_model(spec.model)
     with open_session() as session:

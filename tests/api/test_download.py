@@ -87,6 +87,17 @@ def test_what_the_client_has_is_not_sent_again(http: httpx.Client, adapter: str)
     assert http.get(adapter, headers={"If-None-Match": '"x"'}).status_code == 200
 
 
+def test_bytes_that_are_not_those_the_client_means_are_not_sent(http: httpx.Client, adapter: str) -> None:
+    for tags in ('"x"', f'W/"{DIGEST}"', '"x", "y"', ""):
+        for method in ("GET", "HEAD"):
+            answer = http.request(method, adapter, headers={"If-Match": tags, "Range": "bytes=0-0"})
+            assert answer.status_code == 412
+        error = http.get(adapter, headers={"If-Match": tags}).json()["error"]
+        assert (error["code"], error["param"]) == ("conflict", "If-Match") and DIGEST in error["message"]
+    for tags in (f'"{DIGEST}"', f'"x", "{DIGEST}"', "*"):
+        assert http.get(adapter, headers={"If-Match": tags}).content == CONTENT
+
+
 def test_a_range_behind_the_end_is_refused_with_the_size(http: httpx.Client, adapter: str) -> None:
     for asked in ("bytes=5242880-", "bytes=99999999-999999999", "bytes=-0"):
         answer = http.get(adapter, headers={"Range": asked})

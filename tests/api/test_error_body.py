@@ -27,7 +27,12 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
         assert (answer.status_code, error_of(answer)["code"]) == (404, "path_not_found"), path
     answer = http.put("/v1/files", content=b"x")
     assert (answer.status_code, error_of(answer)["code"]) == (405, "method_not_allowed")
-    assert answer.headers["allow"]
+    assert answer.headers["allow"] == "GET, POST"
+    assert "offered: GET, POST" in error_of(answer)["message"]
+    for path, offered in (("/v1/files/a", "GET, DELETE"), ("/v1/files/a/content", "GET, HEAD"), ("/healthz", "GET")):
+        assert http.put(path).headers["allow"] == offered
+    error = error_of(http.get("/v1/models/"))
+    assert error["code"] == "model_not_found" and "no name stands behind /v1/models/" in error["message"]
 
 
 def test_a_wrong_query_names_its_parameter(http: httpx.Client) -> None:
@@ -45,7 +50,9 @@ def test_a_wrong_query_names_its_parameter(http: httpx.Client) -> None:
         answer = http.get(path, params={name: value})
         error = error_of(answer)
         assert (answer.status_code, error["param"], error["code"]) == (400, name, "invalid_value"), error
-        assert name in error["message"]
+        assert name in error["message"] and "(text)" not in error["message"]
+    assert error_of(http.get(jobs, params={"limit": "0"}))["message"].startswith("limit: 0: input should be")
+    assert error_of(http.get(jobs, params={"limit": "ten"}))["message"].startswith('limit: "ten": input should be')
 
 
 def test_a_nul_in_the_url_is_refused(http: httpx.Client) -> None:

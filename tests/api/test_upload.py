@@ -108,6 +108,18 @@ def test_a_name_is_a_label_only(http: httpx.Client) -> None:
         assert content.headers["x-content-type-options"] == "nosniff"
 
 
+def test_a_name_that_is_given_in_its_encoded_form_alone_is_kept(http: httpx.Client) -> None:
+    kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+    for given, kept in (
+        ("; filename*=UTF-8''%C3%9Cbung%20%F0%9F%95%B7.jsonl", "Übung 🕷.jsonl"),
+        ("; filename*=utf-8'de'..%2F..%2Fa.jsonl", "a.jsonl"),
+        ("; filename=plain.jsonl; filename*=UTF-8''other.jsonl", "plain.jsonl"),
+        ("", "file"),
+    ):
+        form = make_form(ROW.encode(), "@").replace(b'; filename="@"', given.encode())
+        assert http.post("/v1/files", content=form, headers=kind).json()["filename"] == kept
+
+
 def test_a_file_with_bad_rows_is_kept_so_that_its_report_can_be_read(http: httpx.Client) -> None:
     file = upload(http, ROW + '{"messages": 7}\n' + '{"messages": [,]}\n').json()
     assert file["status"] == "error" and file["status_details"].startswith("line 2, messages: ")
@@ -139,6 +151,7 @@ def test_what_is_wrong_with_a_form_is_told_by_its_part(http: httpx.Client) -> No
         ({"files": file, "data": {"purpose": ["fine-tune", "fine-tune"]}}, "purpose", "invalid_value"),
         ({"files": {**file, "more": ("b", "b")}, "data": {"purpose": "fine-tune"}}, "more", "unknown_field"),
         ({"files": file, "data": {"expires_after[seconds]": "9"}}, "expires_after", "not_offered"),
+        ({"files": [("", ("b", "b"))]}, None, "invalid_form"),
         ({"json": {"purpose": "fine-tune"}}, None, "invalid_form"),
         ({"data": {"purpose": "fine-tune"}}, None, "invalid_form"),
         ({"content": b"", "headers": {"content-type": "multipart/form-data"}}, None, "invalid_form"),

@@ -1,11 +1,13 @@
 """The embedded servers start in a second, keep their data, and recover from whatever ended them."""
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import unquote
 
 import psutil
 import psycopg
@@ -65,6 +67,42 @@ def test_a_path_that_is_too_long_for_a_socket_is_no_hindrance(tmp_path: Path) ->
     with embedded_postgres(tmp_path / ("long" * 30) / "and 'quoted' ü", durable=False) as url:
         write_row(url, "kept")
         assert read_rows(url) == ["kept"]
+
+
+def test_after_a_kill_a_long_path_is_reached_at_the_same_url_and_an_end_leaves_no_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    with starter(folder) as (process, urls):
+        write_row(urls[0], "committed")
+        process.kill()
+        process.wait()
+        wait_until(lambda: not list_processes_in(folder))
+    sockets = Path(unquote(urls[0].partition("host=")[2]))
+    assert sockets.stat().st_mode & 0o777 == 0o700
+    with embedded_postgres(folder / "pg") as url:
+        assert url == urls[0]
+        assert read_rows(urls[0]) == ["committed"]
+    assert not sockets.exists()
+
+
+def test_a_socket_folder_of_somebody_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    with EmbeddedPostgres(folder) as server:
+        sockets = Path(unquote(server.url.partition("host=")[2]))
+    sockets.symlink_to(tmp_path)
+    try:
+        with pytest.raises(SetupError, match="belongs to somebody else"), EmbeddedPostgres(folder):
+            pass
+        assert sockets.is_symlink()
+    finally:
+        sockets.unlink()
+    if os.geteuid() == 0:
+        sockets.mkdir()
+        os.chown(sockets, 12345, 12345)
+        try:
+            with pytest.raises(SetupError, match="belongs to somebody else"), EmbeddedPostgres(folder):
+                pass
+        finally:
+            sockets.rmdir()
 
 
 def test_strangers_on_this_machine_are_kept_out(tmp_path: Path) -> None:

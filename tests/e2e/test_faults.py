@@ -90,6 +90,10 @@ def test_killing_the_supervisor_brings_another_that_adopts_the_trainer(
     check_end(service, job_id, untouched)
     assert not trainer.is_running()
     assert service.query(ATTEMPTS, job_id) == [(1, "finished", None)]
+    told = service.query(
+        "SELECT step, count(*) FROM events WHERE job_id = %s AND message LIKE 'New checkpoint%%' GROUP BY step", job_id
+    )
+    assert dict(told) == {60: 1, 120: 1, 180: 1, 240: 1}, "a checkpoint is shipped once"
 
 
 def test_killing_supervisor_and_trainer_at_once_loses_nothing(
@@ -112,6 +116,32 @@ def test_a_host_that_is_asked_to_stop_lets_go_with_a_checkpoint(
     (first, second) = service.query(ATTEMPTS, job_id)
     assert first[1] == "stopped"
     assert second[2] >= 70, "what was trained until the stop is kept"
+
+
+def test_an_object_store_that_takes_nothing_holds_up_neither_a_cancel_nor_the_job_for_ever(
+    service: Service, file_id: str, untouched: list[tuple[Any, ...]]
+) -> None:
+    """A file stands where the folder of the job's objects should be."""
+    body = {**BODY, "hyperparameters": {**HYPER, "save_steps": 5}}
+    for cancelled in (True, False):
+        job_id = service.create_job(training_file=file_id, **body)
+        in_the_way = service.folder / "data" / "artifacts" / "jobs" / job_id
+        in_the_way.parent.mkdir(exist_ok=True)
+        in_the_way.write_text("")
+        wait_until(lambda job_id=job_id: find_event(service, job_id, "cannot be stored yet"), 60, service.tell)
+        if cancelled:
+            with service.http as http:
+                http.post(f"/v1/fine_tuning/jobs/{job_id}/cancel")
+            service.wait_for(job_id, "cancelled", timeout_s=30)
+        else:
+            in_the_way.unlink()
+            service.wait_for(job_id, "succeeded")
+            assert [step for step, _ in service.query(LOSSES, job_id)] == [step for step, _ in untouched]
+
+
+def find_event(service: Service, job_id: str, words: str) -> bool:
+    statement = "SELECT count(*) > 0 FROM events WHERE job_id = %s AND message LIKE %s"
+    return bool(service.query(statement, job_id, f"%{words}%")[0][0])
 
 
 def test_fifty_copies_of_a_message_start_one_attempt(

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from store.attempts import Outcome, claim_attempt, end_attempt, load_run, renew_lease
 from store.errors import FencedError
+from store.events import list_events
 from store.jobs import cancel_job
 from store.models import Attempt, Host, Job, Outbox, Sweep
 from store.outbox import host_queue
@@ -70,6 +71,20 @@ def test_a_gpu_is_given_once_and_given_again_when_it_is_free(database: Settings)
         end_attempt(session, jobs[1].id, 1, Outcome(EndReason.FINISHED, "finished"))
         assert place_jobs(session) == 1
         assert session.get_one(Attempt, (jobs[2].id, 1)).gpus == [1]
+
+
+def test_jobs_that_fit_nowhere_hold_up_no_other_and_are_told(database: Settings) -> None:
+    with open_session() as session:
+        make_host(session, cpu_slots=2)
+        waiting = [make_job(session, resources={"gpus": 1}) for _ in range(120)]
+        fitting = make_job(session)
+        assert place_jobs(session) == 1
+        assert session.scalars(select(Attempt.job_id)).all() == [fitting.id]
+        told = [event.data for event in list_events(session, waiting[0].id, after=None, limit=9).items]
+        assert {"code": "no_such_host"} in told
+        make_host(session, "beta", gpus=1)
+        assert place_jobs(session) == 1
+        assert session.get_one(Attempt, (waiting[0].id, 1)).host_name == "beta"
 
 
 def test_a_silent_host_gets_nothing(database: Settings) -> None:

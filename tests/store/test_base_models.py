@@ -76,6 +76,8 @@ def test_a_map_in_json_is_read_and_a_change_is_seen(folder: Path, monkeypatch: p
         ("a: {hub: org/name, revision: 123}", "revision 123 is not"),
         ("a: {path: /a, revision: main}", "for the hub only"),
         ("a: {folder: /a}", "is not a folder"),
+        ("a: ~nobody-has-this-name/x", "home directory"),
+        ("a: " + "[" * 3000, "too deep"),
     ],
 )
 def test_a_wrong_map_is_told_to_the_operator(folder: Path, text: str, told: str) -> None:
@@ -83,6 +85,24 @@ def test_a_wrong_map_is_told_to_the_operator(folder: Path, text: str, told: str)
     with pytest.raises(ModelMapError, match=told) as caught:
         list_models()
     assert "BURNISH_MODELS" in caught.value.message and caught.value.fault == "infrastructure"
+
+
+def test_what_is_no_map_at_all_is_told_to_the_operator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "latin.json").write_bytes(b'{"\xfcbung": "/a"}')
+    (folder / "deep.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    (folder / "shown.json").write_text('{"a": ' + "[" * 900 + "]" * 900 + "}")
+    for name, told in (
+        (".", "is a folder"),
+        ("latin.json", "not UTF-8 at byte 3"),
+        ("deep.json", "too deep"),
+        ("shown.json", "shown.json"),
+        ("latin.json/x", "Not a directory"),
+    ):
+        monkeypatch.setenv("BURNISH_MODELS", str(folder / name))
+        get_settings.cache_clear()
+        with pytest.raises(ModelMapError, match=told) as caught:
+            list_models()
+        assert "BURNISH_MODELS" in caught.value.message
 
 
 def test_a_missing_map_is_told_and_no_map_is_no_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

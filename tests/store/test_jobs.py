@@ -20,6 +20,7 @@ PROJECT = "proj-default"
 
 def test_a_job_its_events_and_its_message_are_written_together(database: Settings) -> None:
     with open_session() as session:
+        make_host(session)
         job = make_job(session)
     with open_session() as session:
         assert get_job(session, PROJECT, job.id).status == JobStatus.QUEUED
@@ -122,6 +123,7 @@ def test_a_listing_turns_its_pages_newest_first_and_refuses_a_foreign_cursor(dat
 
 def test_events_turn_their_pages_without_one_lost_or_twice(database: Settings) -> None:
     with open_session() as session:
+        make_host(session)
         job = make_job(session)
         session.flush()
         seen: list[int] = []

@@ -22,8 +22,11 @@ def test_a_key_opens_its_project_until_it_is_revoked(database: Settings) -> None
         assert find_project_of(session, first) is None and find_project_of(session, second) == "proj-b"
         assert {key.name for key in list_keys(session)} == {"a", "b"}
         assert [key.name for key in list_keys(session, "proj-b")] == ["b"]
-        with pytest.raises(NotFoundError, match="no key"):
-            revoke_key(session, "none")
+        assert revoke_key(session, second).id == second.split("-")[1]
+        assert find_project_of(session, second) is None
+        for unknown in ("none", "0" * 16, "", "\udcff"):
+            with pytest.raises(NotFoundError, match="no key"):
+                revoke_key(session, unknown)
 
 
 def test_what_is_not_exactly_a_key_opens_nothing(database: Settings) -> None:

@@ -11,7 +11,7 @@ from store.events import list_events
 from store.metrics import read_curve
 from store.models import Attempt, Job, Metric
 from store.placement import place_jobs
-from store.runs import add_checkpoint, list_checkpoints, store_events
+from store.runs import add_checkpoint, forget_events, is_stored, list_checkpoints, store_events
 from store.session import open_session
 from store.settings import Settings
 from store.status import EndReason
@@ -133,3 +133,73 @@ def test_text_that_the_database_cannot_hold_is_stored_as_escapes(database: Setti
         newest = list_events(session, job.id, after=None, limit=1).items[0]
         assert newest.message == "a\\u0000b \\ud800 c"
         assert newest.level == "warn"
+
+
+def go_on(session: Session, job: Job, number: int, host: str) -> None:
+    """End the current attempt and have `host` claim the next one."""
+    end_attempt(session, job.id, number - 1, Outcome(EndReason.STOPPED, "stopped"))
+    job.attempt = number
+    session.add(Attempt(job_id=job.id, number=number, host_name=host, gpus=[]))
+    session.flush()
+    assert claim_attempt(session, job.id, number, host)
+
+
+def test_after_a_lost_run_directory_the_numbers_of_the_newest_attempt_count(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        store_events(session, job.id, 1, make_steps(1, 1, range(1, 10)))
+        go_on(session, job, 2, "alpha")
+        forget_events(session, job.id, 2)  # its run directory was lost
+        started = ("started", 0, {"device": "cpu", "resumed_from": None})
+        store_events(session, job.id, 2, make_events(2, 1, started) + make_steps(2, 2, range(1, 3)))
+        go_on(session, job, 3, "alpha")
+        assert session.get_one(Attempt, (job.id, 3)).last_seq == 3
+        resumed = ("started", 2, {"device": "cpu", "resumed_from": 2})
+        store_events(session, job.id, 3, make_events(3, 4, resumed) + make_steps(3, 5, range(3, 7)))
+        assert read_steps(session, job.id) == [(1, 2), (2, 2), (3, 3), (4, 3), (5, 3), (6, 3)]
+
+
+def test_late_events_of_a_host_that_another_one_has_replaced_count_no_more(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        make_host(session, "beta")
+        left_on_alpha = make_steps(1, 1, range(1, 7))
+        store_events(session, job.id, 1, left_on_alpha[:3])
+        go_on(session, job, 2, "beta")
+        resumed = ("started", 2, {"device": "cpu", "resumed_from": 2})
+        store_events(session, job.id, 2, make_events(2, 1, resumed) + make_steps(2, 2, range(3, 11)))
+        go_on(session, job, 3, "alpha")
+        again = ("started", 10, {"device": "cpu", "resumed_from": 10})
+        store_events(session, job.id, 3, left_on_alpha + make_events(3, 7, again) + make_steps(3, 8, range(11, 13)))
+        session.flush()
+        expected = [(1, 1), (2, 1), *((step, 2) for step in range(3, 11)), (11, 3), (12, 3)]
+        assert read_steps(session, job.id) == expected
+        told = session.scalars(
+            select(models.Event.step).where(models.Event.type == "metrics").order_by(models.Event.id)
+        )
+        assert list(told) == list(range(1, 13))
+
+
+def test_a_cursor_stays_right_when_its_event_is_gone(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        store_events(session, job.id, 1, make_steps(1, 1, range(1, 6)))
+        session.flush()
+        newest = list_events(session, job.id, after=None, limit=1).items[0]
+        older = [event.id for event in list_events(session, job.id, after=None, limit=99).items][1:]
+        go_on(session, job, 2, "alpha")
+        started = ("started", 0, {"device": "cpu", "resumed_from": None})
+        store_events(session, job.id, 2, make_events(2, 6, started))
+        session.flush()
+        left = [event.id for event in list_events(session, job.id, after=f"ftevent-{newest.id}", limit=99).items]
+        assert left
+        assert set(left) < set(older)
+
+
+def test_a_checkpoint_that_is_stored_is_known_by_its_manifest(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        add_checkpoint(session, job.id, 1, 4, "p", {"files": [1]}, {})
+        assert is_stored(session, job.id, 4, {"files": [1]})
+        assert not is_stored(session, job.id, 4, {"files": [2]})
+        assert not is_stored(session, job.id, 5, {"files": [1]})

@@ -92,6 +92,29 @@ def test_a_directory_with_checkpoints_of_another_spec_is_refused_and_keeps_its_s
     assert read_json(tmp_path / "run" / "spec.json") == body
 
 
+def test_a_run_directory_that_is_none_is_refused(tmp_path: Path) -> None:
+    spec = write_body(tmp_path, {"model": "m", "training_file": "f"})
+    (tmp_path / "full" / "spec.json").mkdir(parents=True)
+    for place in (spec, spec / "below", Path("/proc/nope"), tmp_path / "full"):
+        refused = call("run", spec, "--run-dir", place)
+        assert (refused.returncode, refused.stdout) == (EXIT_FAILED, "")
+        assert refused.stderr.startswith(f"error: {place}") and "choose another run directory" in refused.stderr
+        assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b'{"model": "m', b"\xff", b"[" * 100_000])
+def test_checkpoints_beside_a_damaged_spec_are_left_to_their_owner(tmp_path: Path, content: bytes) -> None:
+    spec = write_body(tmp_path, {"model": "m", "training_file": "f"})
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    own = tmp_path / "run" / "spec.json"
+    own.write_bytes(content)
+    with pytest.raises(SpecError, match="is damaged"):
+        write_spec(spec, RunDir(tmp_path / "run"))
+    assert own.read_bytes() == content
+
+
 def test_starting_a_run_loads_no_torch() -> None:
     code = "import sys, training.__main__; print({'torch', 'transformers', 'peft', 'numpy'} & set(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True)

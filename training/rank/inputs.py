@@ -74,6 +74,8 @@ def _prepare(spec: JobSpec, param: str, file: str, tokenizer: Any, max_seq_len: 
         )
     except FileNotFoundError:
         raise DataError(f"{param}: {file}: no such file", param=param) from None
+    except IsADirectoryError:
+        raise DataError(f"{param}: {file} is a folder; name a file of JSON lines", param=param) from None
     except DataError as error:
         error.param = error.param or param
         raise
