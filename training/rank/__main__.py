@@ -20,7 +20,7 @@ def main() -> int:
     stop = Stop(run_dir)
     # Before torch is imported, which takes seconds: a signal in that time is not lost.
     stop.listen()
-    # peft loads bitsandbytes where it is installed, and with it torch's compiler: a second, and nothing is quantised here.
+    # peft loads bitsandbytes where it is installed, and with it torch's compiler: seconds. Nothing is quantised here.
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     from training.rank.run import run
 
