@@ -131,6 +131,13 @@ def test_the_reference_point_is_never_below_zero() -> None:
     assert 0 < len(below) < len(ROWS)
 
 
+def test_a_reference_point_that_is_not_a_number_is_not_hidden() -> None:
+    model = make_adapted()
+    spoilt = next(weight for name, weight in model.named_parameters() if "v_proj.lora_B" in name)
+    torch.nn.init.constant_(spoilt, math.nan)
+    assert math.isnan(open_window(model, ROWS).reference_point)
+
+
 def test_the_reference_point_has_no_dropout() -> None:
     model = make_adapted(dropout=0.5).train()
     assert open_window(model, ROWS) == open_window(model, ROWS)

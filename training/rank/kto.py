@@ -43,7 +43,8 @@ class Kto:
             with parallel.compute():
                 moved += _measure(parallel.model, rows)
         mean = float(parallel.total(moved)) / len(examples)
-        return Window(len(examples), max(0.0, mean))
+        # Compared this way round, a mean that is not a number stays one, and is told as such with the loss.
+        return Window(len(examples), 0.0 if mean < 0 else mean)
 
     def score(self, model: nn.Module, examples: Sequence[Labelled], window: Window) -> Scores:
         rows = [example.row for example in examples]
