@@ -79,6 +79,14 @@ class RowProblem(BaseModel):
     message: str
 
 
+class Labels(BaseModel):
+    """What kto reads: rows labelled true and false, and the first row that is neither."""
+
+    desirable: int
+    undesirable: int
+    fault: RowProblem | None
+
+
 class ReportAnswer(BaseModel):
     object: Literal["file.report"] = "file.report"
     file_id: str
@@ -88,6 +96,7 @@ class ReportAnswer(BaseModel):
     "The first ones; `error_count` counts all."
     error_count: int
     warnings: list[RowProblem]
+    labels: Labels | None = None
     tokens: None = None
 
     @classmethod

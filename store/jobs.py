@@ -17,6 +17,7 @@ from store.outbox import CONTROL_QUEUE, PLACE_JOBS, append_message
 from store.pages import Page, read_page
 from store.placement import can_ever_hold
 from store.status import AttemptStatus, JobStatus
+from training.rows import find_misuse
 from training.spec import MAX_SEED, JobSpec
 
 RETRY_WINDOW = timedelta(minutes=10)
@@ -27,16 +28,16 @@ def create_job(session: Session, project_id: str, spec: JobSpec, *, idempotency_
     """A new job, queued; or the one that the same call made before.
 
     Raises:
-        InvalidRequestError: a file is missing, is not for training, or has row errors.
+        InvalidRequestError: a file is missing, is not for training, has row errors, or rows of another method.
         ConflictError: the idempotency key was used for another body.
     """
     asked = spec.asked()
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
     if earlier := _find_same_call(session, project_id, digest, idempotency_key, is_retry):
         return earlier
-    _check_file(session, project_id, spec.training_file, "training_file")
+    _check_file(session, project_id, spec, spec.training_file, "training_file")
     if spec.validation_file is not None:
-        _check_file(session, project_id, spec.validation_file, "validation_file")
+        _check_file(session, project_id, spec, spec.validation_file, "validation_file")
     job = Job(
         id=f"ftjob-{secrets.token_hex(12)}",
         project_id=project_id,
@@ -137,7 +138,7 @@ def _lock_id(*words: str) -> int:
     return int.from_bytes(hashlib.sha256("\0".join(words).encode()).digest()[:8], "big", signed=True)
 
 
-def _check_file(session: Session, project_id: str, file_id: str, param: str) -> None:
+def _check_file(session: Session, project_id: str, spec: JobSpec, file_id: str, param: str) -> None:
     # Locked, so that it is not deleted between this check and the commit.
     query = select(File).where(File.id == file_id, File.project_id == project_id).with_for_update(read=True)
     file = session.scalar(query)
@@ -151,6 +152,10 @@ def _check_file(session: Session, project_id: str, file_id: str, param: str) -> 
         first, count = errors[0], report.get("error_count", len(errors))
         more = f" ({count} row errors in all: GET /v1/files/{file_id}/report)" if count > 1 else ""
         raise InvalidRequestError(f"{_place(first)}{first['message']}{more}", param=param, code=first["code"])
+    if misuse := find_misuse(spec.method.type, report):
+        where = f"{param}: {file_id}: " if misuse.line == 0 else ""
+        told = misuse.message if misuse.line == 0 else str(misuse)
+        raise InvalidRequestError(where + told, param=param, code=misuse.code)
 
 
 def _tell_if_no_host_fits(session: Session, job: Job, gpus: int | Literal["auto"]) -> None:

@@ -102,19 +102,46 @@ def make_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def make_pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Preference rows: of two answers to one question the chosen one says yes and repeats a word of it."""
+    pairs = []
+    for row in make_rows(count, start):
+        question, answer = row["messages"]
+        chosen = {"role": "assistant", "content": "yes " + question["content"].split()[0]}
+        pairs.append(
+            {"input": {"messages": [question]}, "preferred_output": [chosen], "non_preferred_output": [answer]}
+        )
+    return pairs
+
+
+def make_labelled(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Answers of one word are undesirable."""
+    return [{**row, "label": " " in row["messages"][1]["content"]} for row in make_rows(count, start)]
+
+
+def make_texts(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [{"text": " ".join(message["content"] for message in row["messages"])} for row in make_rows(count, start)]
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def make_body(
-    model: Path, rows: Path, *, validation: Path | None = None, hyper: dict[str, Any], **more: Any
+    model: Path,
+    rows: Path,
+    *,
+    validation: Path | None = None,
+    method: str = "supervised",
+    hyper: dict[str, Any],
+    **more: Any,
 ) -> dict[str, Any]:
     """A create body; `hyper` are its hyperparameters."""
     body = {
         "model": str(model),
         "training_file": str(rows),
-        "method": {"type": "supervised", "supervised": {"hyperparameters": hyper}},
+        "method": {"type": method, method: {"hyperparameters": hyper}},
         **more,
     }
     return {**body, "validation_file": str(validation)} if validation else body

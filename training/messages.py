@@ -1,4 +1,4 @@
-"""One chat row, checked as the OpenAI fine-tuning API describes it, and made ready for a chat template."""
+"""Messages, checked as the OpenAI fine-tuning API describes them, and made ready for a chat template."""
 
 import difflib
 from collections.abc import Callable
@@ -20,9 +20,7 @@ def make_messages(value: object) -> list[dict[str, Any]]:
     Raises:
         Malformed: the first thing that is wrong, with its path.
     """
-    if not isinstance(value, list) or not value:
-        raise Malformed("wrong_type", f"{_named(value)}, a list of messages expected", "messages")
-    messages = [_make_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+    messages = make_turns(value, "messages")
     last = messages[-1]["role"]
     if last != "assistant":
         path = f"messages[{len(messages) - 1}].role"
@@ -31,14 +29,25 @@ def make_messages(value: object) -> list[dict[str, Any]]:
     return messages
 
 
-def make_tools(value: object) -> list[dict[str, Any]]:
+def make_turns(value: object, path: str) -> list[dict[str, Any]]:
+    """Messages as above, in any order of roles.
+
+    Raises:
+        Malformed: as above.
+    """
+    if not isinstance(value, list) or not value:
+        raise Malformed("wrong_type", f"{_named(value)}, a list of messages expected", path)
+    return [_make_message(message, f"{path}[{index}]") for index, message in enumerate(value)]
+
+
+def make_tools(value: object, path: str = "tools") -> list[dict[str, Any]]:
     """The tools of a row, as the template takes them: `{"type": "function", "function": {"name": ...}}`."""
     if value is None:
         return []
     if not isinstance(value, list):
-        raise Malformed("wrong_type", f"{kind_of(value)}, a list of tools expected", "tools")
+        raise Malformed("wrong_type", f"{kind_of(value)}, a list of tools expected", path)
     for index, tool in enumerate(value):
-        _check_function(tool, f"tools[{index}]")
+        _check_function(tool, f"{path}[{index}]")
     return value
 
 

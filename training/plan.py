@@ -7,7 +7,16 @@ from pydantic import BaseModel, ConfigDict
 
 from training.errors import SpecError
 from training.hardware import CPU_FORMATS, Format, Hardware
-from training.spec import Adapter, EarlyStopping, Hyperparameters, JobSpec, Steps
+from training.spec import (
+    Adapter,
+    EarlyStopping,
+    Hyperparameters,
+    JobSpec,
+    KtoHyperparameters,
+    PreferenceHyperparameters,
+    Steps,
+    SupervisedHyperparameters,
+)
 
 GIB = 2**30
 DEFAULT_SEED = 0
@@ -44,12 +53,19 @@ class Counts(_Fact):
     truncated: int = 0
     dropped: int = 0
     masked: int = 0
+    desirable: int | None = None
+    "Of the trained rows, those labelled true; None where labels are not read."
+    undesirable: int | None = None
 
 
 class DataFacts(_Fact):
-    """What the plan has to know of the data: `longest_tokens` and `longest_trained_tokens` are of one row."""
+    """What the plan has to know of the data: `longest_tokens` and `longest_trained_tokens` are of one sequence.
+
+    `examples` are what a batch is made of: rows, pairs of them, or pieces of long texts.
+    """
 
     counts: Counts
+    examples: int
     longest_tokens: int
     longest_trained_tokens: int
     tokens: int
@@ -92,7 +108,7 @@ class Plan(_Fact):
     optimizer: Literal["adamw"]
     max_seq_len: int
     truncation: Literal["error", "drop", "truncate"]
-    train_on: Literal["assistant", "last", "all"]
+    train_on: Literal["assistant", "last", "all"] | None
     eval_steps: int | None
     "None where there is no validation file."
     save_steps: int
@@ -107,6 +123,10 @@ class Plan(_Fact):
     memory: Memory
     counts: Counts
     reasons: dict[str, str]
+    method: Literal["supervised", "dpo", "kto", "pretrain"] = "supervised"
+    beta: float | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {**self.model_dump(mode="json"), "memory_total_bytes": self.memory.total_bytes}
@@ -123,7 +143,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     device = _device(spec, hardware)
     precision = _precision(spec, hardware, device, why)
     max_seq_len = make_max_seq_len(spec, model.context_tokens, data.longest_tokens, why)
-    rows = data.counts.trained_rows
+    rows = data.examples
     batch = _batch_size(asked, rows, why)
     micro, checkpointing = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
     epochs, steps, steps_per_epoch = _length(asked, rows, batch, why)
@@ -145,7 +165,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         optimizer=asked.optimizer,
         max_seq_len=max_seq_len,
         truncation=asked.truncation,
-        train_on=asked.train_on,
+        train_on=asked.train_on if isinstance(asked, SupervisedHyperparameters) else None,
         eval_steps=_every("eval_steps", asked.eval_steps, steps, why) if data.validation_rows else None,
         save_steps=_every("save_steps", asked.save_steps, steps, why),
         save_total_limit=_save_total_limit(asked, model, why),
@@ -159,7 +179,19 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing),
         counts=data.counts,
         reasons=why,
+        method=spec.method.type,
+        beta=make_beta(asked, why) if isinstance(asked, PreferenceHyperparameters) else None,
+        desirable_weight=asked.desirable_weight if isinstance(asked, KtoHyperparameters) else None,
+        undesirable_weight=asked.undesirable_weight if isinstance(asked, KtoHyperparameters) else None,
     )
+
+
+def make_beta(asked: PreferenceHyperparameters, why: dict[str, str] | None = None) -> float:
+    if asked.beta != "auto":
+        return asked.beta
+    if why is not None:
+        why["beta"] = "0.1 (Rafailov et al. 2023, appendix B; Ethayarajh et al. 2024)"
+    return 0.1
 
 
 def make_max_seq_len(
@@ -198,7 +230,9 @@ def forecast_memory(
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
-    tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
+    # The loss of a pair needs both of its sides at once.
+    sequences = 2 * micro_batch_size if spec.method.type == "dpo" else micro_batch_size
+    tokens = sequences * min(data.longest_tokens, max_seq_len)
     layer_bytes = width * tokens * (12 * model.hidden_size + 4 * model.intermediate_size)
     kept = layer_bytes + model.layers * width * tokens * model.hidden_size
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
@@ -208,7 +242,7 @@ def forecast_memory(
         gradients_bytes=model.trained_parameters * 4,
         optimizer_bytes=model.trained_parameters * 8,
         activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes) + unpacked_bytes,
-        logits_bytes=3 * 4 * micro_batch_size * data.longest_trained_tokens * model.vocabulary,
+        logits_bytes=3 * 4 * sequences * data.longest_trained_tokens * model.vocabulary,
     )
 
 
@@ -349,15 +383,25 @@ def _length(asked: Hyperparameters, rows: int, batch: int, why: dict[str, str]) 
     return epochs, whole * steps_per_epoch + part, steps_per_epoch
 
 
+_PREFERENCE_RATES = {
+    "dpo": (1e-6, "1e-6 (Rafailov et al. 2023, appendix B)"),
+    "kto": (5e-7, "5e-7 (Ethayarajh et al. 2024)"),
+}
+
+
 def _learning_rate(spec: JobSpec, model: ModelFacts, why: dict[str, str]) -> float:
     """5e-5 x (2000 / hidden size)^p, ten times that for LoRA ("LoRA Without Regret", Schulman et al. 2025); p was
-    fitted as 0.781 on Llama and 0.0775 on Qwen, on models from 2048 wide on: narrower ones are taken as 2048."""
+    fitted as 0.781 on Llama and 0.0775 on Qwen, on models from 2048 wide on: narrower ones are taken as 2048. For
+    answers that are compared with the base model's, the rates of the papers, likewise ten times that for LoRA."""
     asked = spec.hyper
     if asked.learning_rate != "auto":
         return asked.learning_rate
-    power = 0.0775 if "qwen" in model.family else 0.781
-    rate = 5e-5 * (2000 / max(model.hidden_size, 2048)) ** power
-    why["learning_rate"] = f"5e-5 x (2000 / hidden size)^{power:g}"
+    if spec.method.type in _PREFERENCE_RATES:
+        rate, why["learning_rate"] = _PREFERENCE_RATES[spec.method.type]
+    else:
+        power = 0.0775 if "qwen" in model.family else 0.781
+        rate = 5e-5 * (2000 / max(model.hidden_size, 2048)) ** power
+        why["learning_rate"] = f"5e-5 x (2000 / hidden size)^{power:g}"
     if spec.adapter.is_low_rank:
         rate *= 10
         why["learning_rate"] += ", times 10 for LoRA"

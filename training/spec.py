@@ -29,7 +29,7 @@ NOT_OFFERED = {
 """Fields of the contract that this version refuses by name rather than to ignore them."""
 
 VALUES_NOT_OFFERED = {
-    "method.type": ("dpo", "kto", "orpo", "pretrain"),
+    "method.type": ("orpo",),
     "adapter.type": ("ia3", "prefix", "prompt"),
     "attention": ("flash",),
     "optimizer": ("adamw_8bit", "paged_adamw_8bit", "adafactor"),
@@ -148,7 +148,7 @@ class EarlyStopping(_Part):
 
 
 class Hyperparameters(_Part):
-    """The numbers of the run; what is `auto` is resolved in `plan.py`, with its reason."""
+    """The numbers of any run; what is `auto` is resolved in `plan.py`, with its reason."""
 
     n_epochs: Annotated[float | Auto, _real(0, MAX_EPOCHS, above=True, auto=True)] = "auto"
     "Passes over the training file; fractions are allowed."
@@ -177,9 +177,7 @@ class Hyperparameters(_Part):
     max_seq_len: Annotated[int | Auto, _whole(8, auto=True)] = "auto"
     "Tokens of the longest row; auto is what the model and the data allow."
     truncation: Literal["error", "drop", "truncate"] = "truncate"
-    "What happens to a longer row. A row left with no trained token is dropped and counted."
-    train_on: Literal["assistant", "last", "all"] = "assistant"
-    "Which tokens carry loss; a message's own weight of 0 or 1 wins."
+    "What happens to a longer row. A row left with no trained token is dropped and counted. pretrain cuts into pieces."
     eval_steps: Steps = "auto"
     save_steps: Steps = "auto"
     save_total_limit: Annotated[int | Auto, _whole(1, auto=True)] = "auto"
@@ -205,6 +203,23 @@ class Hyperparameters(_Part):
                 "leave one of the three out",
             )
         return self
+
+
+class SupervisedHyperparameters(Hyperparameters):
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    "Which tokens carry loss; a message's own weight of 0 or 1 wins."
+
+
+class PreferenceHyperparameters(Hyperparameters):
+    beta: Annotated[float | Auto, _real(0, 2, above=True, auto=True)] = "auto"
+    "How strongly the model is held to the base model; auto is 0.1."
+
+
+class KtoHyperparameters(PreferenceHyperparameters):
+    desirable_weight: Annotated[float, _real(0, above=True)] = 1.0
+    "Weight of the loss of rows labelled true."
+    undesirable_weight: Annotated[float, _real(0, above=True)] = 1.0
+    "Weight of the loss of rows labelled false."
 
 
 class Regex(_Part):
@@ -297,13 +312,41 @@ class Resources(_Part):
     "How often an attempt that the infrastructure ended is started in all."
 
 
-class _Objective(_Part):
+class _Supervised(_Part):
+    hyperparameters: SupervisedHyperparameters = SupervisedHyperparameters()
+
+
+class _Dpo(_Part):
+    hyperparameters: PreferenceHyperparameters = PreferenceHyperparameters()
+
+
+class _Kto(_Part):
+    hyperparameters: KtoHyperparameters = KtoHyperparameters()
+
+
+class _Pretrain(_Part):
     hyperparameters: Hyperparameters = Hyperparameters()
 
 
 class Method(_Part):
-    type: Literal["supervised"] = "supervised"
-    supervised: _Objective | None = None
+    """What is learnt from the rows; the numbers stand under the name of the type."""
+
+    type: Literal["supervised", "dpo", "kto", "pretrain"] = "supervised"
+    supervised: _Supervised | None = None
+    dpo: _Dpo | None = None
+    kto: _Kto | None = None
+    pretrain: _Pretrain | None = None
+
+    @model_validator(mode="after")
+    def _only_its_own(self) -> Self:
+        for name in sorted(self.model_fields_set - {"type", self.type}):
+            raise _at(name, f'the type of the method is "{self.type}"; set type to "{name}", or leave this out')
+        return self
+
+    @property
+    def hyperparameters(self) -> Hyperparameters | None:
+        given: _Supervised | _Dpo | _Kto | _Pretrain | None = getattr(self, self.type)
+        return given.hyperparameters if given else None
 
 
 class JobSpec(_Part):
@@ -319,8 +362,8 @@ class JobSpec(_Part):
         default=None, max_length=16
     )
     method: Method = Method()
-    hyperparameters: Hyperparameters | None = None
-    "The old place of the OpenAI API, read where `method` holds none."
+    hyperparameters: SupervisedHyperparameters | None = None
+    "The old place of the OpenAI API, for supervised jobs; read where `method` holds none."
     adapter: Adapter = Adapter()
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     "The compute type; what is trained is kept in fp32 with any of them."
@@ -330,8 +373,12 @@ class JobSpec(_Part):
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        if self.hyperparameters is not None and self.method.supervised is not None:
-            raise _at("hyperparameters", f"give them in one place: {self.hyperparameters_path}")
+        place = f"method.{self.method.type}.hyperparameters"
+        if self.hyperparameters is not None and (self.method.hyperparameters or self.method.type != "supervised"):
+            raise _at("hyperparameters", f"give them in one place: {place}")
+        if self.method.type in ("dpo", "kto") and self.adapter.type == "full":
+            why = f"{self.method.type} compares with the base model, which a full fine-tuning changes"
+            raise _at("adapter.type", f'{why}; use an adapter, such as type "lora", which can be switched off')
         if self.suffix is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", self.suffix):
             raise _at("suffix", "letters, digits, dots, hyphens and underscores only: it becomes part of a model name")
         if self.hyper.early_stopping is not None and self.validation_file is None:
@@ -344,9 +391,7 @@ class JobSpec(_Part):
     @property
     def hyper(self) -> Hyperparameters:
         """The hyperparameters, from wherever they were given."""
-        if self.method.supervised is not None:
-            return self.method.supervised.hyperparameters
-        return self.hyperparameters or Hyperparameters()
+        return self.method.hyperparameters or self.hyperparameters or _HYPERPARAMETERS[self.method.type]()
 
     @property
     def hyperparameters_path(self) -> str:
@@ -359,6 +404,14 @@ class JobSpec(_Part):
     def asked(self) -> dict[str, Any]:
         """The body as it was asked, without the fields that were not given."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+
+_HYPERPARAMETERS: dict[str, type[Hyperparameters]] = {
+    "supervised": SupervisedHyperparameters,
+    "dpo": PreferenceHyperparameters,
+    "kto": KtoHyperparameters,
+    "pretrain": Hyperparameters,
+}
 
 
 def parse_spec(body: object) -> JobSpec:
@@ -442,7 +495,7 @@ def _plain_message(error: ErrorDetails) -> str:
 
 
 def _is_union_tag(part: str | int) -> bool:
-    return isinstance(part, str) and ("[" in part or part in ("str", "bool", "int", "_Objective"))
+    return isinstance(part, str) and ("[" in part or part in ("str", "bool", "int"))
 
 
 def _unknown_field(error: ErrorDetails) -> str:
@@ -453,15 +506,19 @@ def _unknown_field(error: ErrorDetails) -> str:
 
 
 def _fields_at(path: tuple[str | int, ...]) -> list[str]:
+    names = [str(part) for part in path]
     kinds: dict[str, type[BaseModel]] = {
         "method": Method,
-        "supervised": _Objective,
-        "hyperparameters": Hyperparameters,
+        "supervised": _Supervised,
+        "dpo": _Dpo,
+        "kto": _Kto,
+        "pretrain": _Pretrain,
+        "hyperparameters": _HYPERPARAMETERS[names[1] if len(names) > 2 else "supervised"],
         "early_stopping": EarlyStopping,
         "adapter": Adapter,
         "resources": Resources,
     }
-    return list(kinds[str(path[-1])].model_fields if path else JobSpec.model_fields)
+    return list(kinds[names[-1]].model_fields if path else JobSpec.model_fields)
 
 
 _MESSAGES: dict[str, Callable[[ErrorDetails], str]] = {

@@ -1,5 +1,7 @@
 """How jobs are made, listed and cancelled."""
 
+from typing import Any
+
 import pytest
 from sqlalchemy import select
 
@@ -87,6 +89,45 @@ def test_a_file_that_cannot_be_trained_on_is_refused_with_its_place(database: Se
                 create_job(session, PROJECT, spec, idempotency_key=None, is_retry=False)
             assert words in refused.value.message
             assert refused.value.param == field
+
+
+def make_report(format: str, labels: Any = None) -> dict[str, Any]:
+    return {"format": format, "rows": 2, "errors": [], "error_count": 0, "warnings": [], "labels": labels}
+
+
+FAULT = {"line": 2, "path": "label", "code": "invalid_label", "message": "text, true or false expected"}
+CHAT, PAIRS = make_report("chat"), make_report("preference")
+LABELLED = make_report("chat", {"desirable": 1, "undesirable": 1, "fault": None})
+HALF_LABELLED = make_report("chat", {"desirable": 1, "undesirable": 0, "fault": FAULT})
+
+
+@pytest.mark.parametrize(
+    ("method", "good", "bad", "code", "words"),
+    [
+        ("dpo", PAIRS, CHAT, "wrong_format", "a chat row"),
+        ("supervised", CHAT, PAIRS, "wrong_format", "is for method.type dpo; supervised is trained on a chat row"),
+        ("pretrain", make_report("text"), CHAT, "wrong_format", "pretrain is trained on a plain text row"),
+        ("kto", LABELLED, PAIRS, "wrong_format", "a preference row"),
+        ("kto", LABELLED, CHAT, "missing_label", "kto needs true or false in each"),
+        ("kto", LABELLED, HALF_LABELLED, "invalid_label", "line 2, label: text, true or false expected"),
+    ],
+)
+def test_a_file_with_the_rows_of_another_method_is_refused_at_once(
+    database: Settings, method: str, good: dict[str, Any], bad: dict[str, Any], code: str, words: str
+) -> None:
+    with open_session() as session:
+        right, wrong = make_file(session, report=good).id, make_file(session, report=bad).id
+
+        def create(**files: str) -> None:
+            spec = parse_spec({"model": "tiny", "method": {"type": method}, **files})
+            create_job(session, PROJECT, spec, idempotency_key=None, is_retry=False)
+
+        create(training_file=right, validation_file=right)
+        for param in ("training_file", "validation_file"):
+            with pytest.raises(InvalidRequestError) as refused:
+                create(**{"training_file": right, param: wrong})
+            assert (refused.value.param, refused.value.code) == (param, code)
+            assert words in refused.value.message
 
 
 def test_a_repeated_call_makes_one_job(database: Settings) -> None:

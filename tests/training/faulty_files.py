@@ -128,10 +128,14 @@ ROWS = {
     ),
     "no columns": Fault(b"{}\n", "unknown_shape", "found none"),
     "ShareGPT": Fault(line_of({"conversations": [{"from": "human"}]}), "shape_not_offered", "ShareGPT", '"messages"'),
-    "preference": Fault(line_of({"prompt": "a", "chosen": "b", "rejected": "c"}), "shape_not_offered", "preference"),
-    "preference of OpenAI": Fault(line_of({"input": {}, "preferred_output": []}), "shape_not_offered", "preference"),
+    "rejected response": Fault(
+        line_of(chat(("user", "a"), ("assistant", "b"), rejected_response="c")),
+        "shape_not_offered",
+        "rejected_response",
+    ),
     "instruction": Fault(line_of({"instruction": "a", "output": "b"}), "shape_not_offered", "instruction"),
-    "plain text": Fault(line_of({"text": "a"}), "shape_not_offered", "plain text"),
+    "number as text": Fault(line_of({"text": 3}), "wrong_type", "a number, text expected", path="text"),
+    "empty text": Fault(line_of({"text": " \n"}), "nothing_to_learn", "the text is empty", path="text"),
     "mixed": Fault(GOOD + b"\n" + PROMPT, "mixed_shapes", "a prompt row", "a chat row", "line 1", line=3),
     "number as completion": Fault(
         PROMPT + line_of({"prompt": "a", "completion": 3}),
@@ -277,4 +281,85 @@ TOOLS = {
         path="tools",
     ),
 }
-FAULTS = {**FILES, **SYNTAX, **ROWS, **MESSAGES, **TOOLS}
+USER, YES, NO = (
+    {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
+)
+PAIR = {"input": {"messages": [USER]}, "preferred_output": [YES], "non_preferred_output": [NO]}
+
+
+def pair(**changes: Any) -> bytes:
+    """A preference row as in the OpenAI API; a change to None leaves the field out."""
+    return line_of({key: value for key, value in {**PAIR, **changes}.items() if value is not None})
+
+
+def simple_pair(**fields: Any) -> bytes:
+    return line_of({"chosen": "b", "rejected": "c", **fields})
+
+
+PAIRS = {
+    "no rejected answer": Fault(
+        pair() + pair(non_preferred_output=None), "missing_field", "missing", line=2, path="non_preferred_output"
+    ),
+    "no preferred answer": Fault(pair(preferred_output=None), "missing_field", "missing", path="preferred_output"),
+    "no input": Fault(pair(input=None), "missing_field", "an object with messages", path="input"),
+    "no input messages": Fault(pair(input={"tools": []}), "missing_field", "missing", path="input.messages"),
+    "list as input": Fault(pair(input=[USER]), "wrong_type", "a list, an object with messages", path="input"),
+    "number in the prompt": Fault(
+        pair(input={"messages": [USER, {"role": "user", "content": 3}]}),
+        "wrong_type",
+        "a number, text expected",
+        path="input.messages[1].content",
+    ),
+    "bad tools of a pair": Fault(
+        pair(input={"messages": [USER], "tools": [3]}), "wrong_type", "a number", path="input.tools[0]"
+    ),
+    "answer from the user": Fault(
+        pair(preferred_output=[USER]), "last_turn", "begins with a message from user", path="preferred_output[0].role"
+    ),
+    "answer that ends with the user": Fault(
+        pair(non_preferred_output=[NO, USER]), "last_turn", "ends with", path="non_preferred_output[1].role"
+    ),
+    "text as answer": Fault(
+        pair(preferred_output="b"), "wrong_type", "text, a list of messages expected", path="preferred_output"
+    ),
+    "same answers": Fault(pair(non_preferred_output=[YES]), "nothing_to_learn", "the same", "leave the row out"),
+    "empty preferred answer": Fault(
+        pair(preferred_output=[{"role": "assistant", "content": " "}]),
+        "nothing_to_learn",
+        "the answer is empty",
+        path="preferred_output",
+    ),
+    "only chosen": Fault(
+        simple_pair(prompt="a") + line_of({"prompt": "a", "chosen": "b"}),
+        "missing_field",
+        "missing",
+        line=2,
+        path="rejected",
+    ),
+    "text and list": Fault(
+        simple_pair(prompt="a", rejected=[NO]), "wrong_type", "a list, but chosen is text", path="rejected"
+    ),
+    "texts without a prompt": Fault(simple_pair(), "missing_field", "the prompt is one too", path="prompt"),
+    "number as chosen": Fault(
+        simple_pair(prompt="a", chosen=3), "wrong_type", "a number, text expected", path="chosen"
+    ),
+    "empty chosen": Fault(simple_pair(prompt="a", chosen=""), "nothing_to_learn", "empty", path="chosen"),
+    "same texts": Fault(simple_pair(prompt="a", rejected="b"), "nothing_to_learn", "nothing to prefer"),
+    "chats with no shared beginning": Fault(
+        simple_pair(chosen=[USER, YES], rejected=[{"role": "user", "content": "z"}, NO]),
+        "no_prompt",
+        "both answer one prompt",
+        path="rejected[0]",
+    ),
+    "chats that part at a user": Fault(
+        simple_pair(chosen=[USER, YES, USER, NO], rejected=[USER, YES, {"role": "user", "content": "z"}, NO]),
+        "last_turn",
+        "begins with a message from user",
+        path="chosen[2].role",
+    ),
+    "a prompt that is in neither chat": Fault(
+        simple_pair(prompt="z", chosen=[USER, YES], rejected=[USER, NO]), "other_prompt", "share", path="prompt"
+    ),
+    "chat and pair": Fault(pair() + GOOD, "mixed_shapes", "a chat row", "a preference row", line=2),
+}
+FAULTS = {**FILES, **SYNTAX, **ROWS, **MESSAGES, **TOOLS, **PAIRS}

@@ -12,6 +12,7 @@ from training.rank.evaluate import Evaluation, evaluate
 from training.rank.model import build_model
 from training.rank.parallel import SingleDevice
 from training.rank.source import find_source
+from training.rank.supervised import Supervised
 from training.spec import Adapter
 
 
@@ -20,6 +21,7 @@ def make_example(length: int, first_label: int) -> Example:
     return Example(length, ids, [-100] * first_label + ids[first_label:])
 
 
+OBJECTIVE = Supervised("truncate", "assistant")
 ROWS = [make_example(20, 19), make_example(9, 2), make_example(14, 8), make_example(5, 1), make_example(11, 4)]
 
 
@@ -34,7 +36,7 @@ def parallel(tmp_path: Path) -> SingleDevice:
 
 
 def evaluate_all(parallel: SingleDevice, rows_per_pass: int) -> Evaluation:
-    result = evaluate(parallel, ROWS, rows_per_pass, lambda: False)
+    result = evaluate(OBJECTIVE, parallel, ROWS, rows_per_pass, lambda: False)
     assert result is not None
     return result
 
@@ -52,14 +54,14 @@ def test_loss_and_accuracy_are_means_over_tokens_by_hand(tmp_path: Path) -> None
         count += int(labelled.sum())
     result = evaluate_all(SingleDevice(model, make_plan()), 1)
     assert result.loss == pytest.approx(loss / count, rel=1e-6)
-    assert result.token_accuracy == right / count
+    assert result.metrics == {"eval_token_accuracy": right / count}
 
 
 @pytest.mark.parametrize("rows_per_pass", [2, 3, 5])
 def test_the_result_does_not_depend_on_batches(parallel: SingleDevice, rows_per_pass: int) -> None:
     want, got = evaluate_all(parallel, 1), evaluate_all(parallel, rows_per_pass)
     assert got.loss == pytest.approx(want.loss, rel=1e-6)
-    assert got.token_accuracy == want.token_accuracy
+    assert got.metrics == want.metrics
 
 
 def test_two_evaluations_are_equal_though_the_adapter_has_dropout(parallel: SingleDevice) -> None:
@@ -77,5 +79,5 @@ def test_train_mode_random_numbers_and_gradients_stay_as_they_were(parallel: Sin
 
 def test_a_stop_ends_it_without_a_result(parallel: SingleDevice) -> None:
     asked = iter([False, False, True])
-    assert evaluate(parallel, ROWS, 1, lambda: next(asked)) is None
+    assert evaluate(OBJECTIVE, parallel, ROWS, 1, lambda: next(asked)) is None
     assert parallel.model.training

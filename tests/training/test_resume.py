@@ -33,6 +33,10 @@ KINDS = {
     "full": {"adapter": {"type": "full"}},
     "full, several rows a pass": {"adapter": {"type": "full"}, "hyper": {"micro_batch_size": 2}},
     "checkpointed": {"adapter": {"dropout": 0.3}, "gradient_checkpointing": True},
+    "dpo": {"method": "dpo", "adapter": {"dropout": 0.3}},
+    "dpo, several pairs a pass": {"method": "dpo", "hyper": {"micro_batch_size": 2}},
+    "kto": {"method": "kto", "adapter": {"dropout": 0.3}},
+    "pretrain": {"method": "pretrain", "hyper": {"max_seq_len": 16, "n_epochs": "auto", "max_steps": 6}},
 }
 
 

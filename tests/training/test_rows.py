@@ -9,11 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_files import FAULTS, GOOD, PROMPT, chat, line_of, with_message
+from faulty_files import CALL, FAULTS, GOOD, NO, PROMPT, USER, YES, chat, line_of, pair, with_message
 
 import training.jsonlines
 from training.errors import DataError
-from training.rows import ChatRow, PromptRow, Report, Row, make_report, read_rows
+from training.rows import (
+    ChatRow,
+    LabelledRow,
+    Labels,
+    PairRow,
+    PromptRow,
+    Report,
+    Row,
+    RowIssue,
+    TextRow,
+    find_misuse,
+    make_report,
+    read_rows,
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "data-formats.md"
 
@@ -191,3 +204,144 @@ def test_memory_does_not_grow_with_the_file(save: Any) -> None:
 def test_reading_rows_loads_neither_torch_nor_transformers() -> None:
     check = "import sys, training.rows; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+# Preference rows
+
+
+PAIR_ROW = PairRow(1, ChatRow(1, [USER, YES], [None, 1], []), ChatRow(1, [USER, NO], [None, 1], []))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input": {"messages": [USER]}, "preferred_output": [YES], "non_preferred_output": [NO]},
+        {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
+        {"prompt": [USER], "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": [YES], "rejected": [NO]},
+        {"chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": "a", "chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": [USER], "chosen": [USER, YES], "rejected": [USER, NO], "score_chosen": 8.5, "messages": [USER, YES]},
+    ],
+)
+def test_a_pair_is_the_same_pair_in_whichever_form_it_is_sent(row: dict[str, Any], save: Any) -> None:
+    path = save(line_of(row))
+    assert make_report(path).format == "preference"
+    assert read(path) == [PAIR_ROW]
+
+
+def test_a_pair_of_texts_is_taken_as_it_stands(save: Any) -> None:
+    path = save(line_of({"prompt": "a: ", "chosen": "b", "rejected": ""}))
+    assert read(path) == [PairRow(1, PromptRow(1, "a: ", "b"), PromptRow(1, "a: ", ""))]
+
+
+def test_the_prompt_of_a_pair_may_hold_answers_and_tool_turns_which_are_not_trained(save: Any) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    found = {"role": "tool", "tool_call_id": "c1", "content": "4"}
+    [row] = read(save(pair(input={"messages": [USER, call, found], "tools": [TOOL]})))
+    assert isinstance(row, PairRow)
+    assert isinstance(row.chosen, ChatRow) and isinstance(row.rejected, ChatRow)
+    assert row.chosen.messages[:3] == row.rejected.messages[:3]
+    assert row.chosen.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 2}
+    assert row.chosen.weights == row.rejected.weights == [None, 0, None, 1]
+    assert row.chosen.tools == row.rejected.tools == [TOOL]
+
+
+def test_an_answer_may_call_tools_on_its_way(save: Any) -> None:
+    call, found = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}
+    [row] = read(save(pair(preferred_output=[call, found, YES], input={"messages": [USER], "tools": [TOOL]})))
+    assert isinstance(row, PairRow) and isinstance(row.chosen, ChatRow)
+    assert row.chosen.weights == [None, 1, None, 1]
+
+
+def test_whole_chats_share_all_turns_up_to_the_first_that_differs(save: Any) -> None:
+    again = {"role": "user", "content": "again"}
+    [row] = read(save(line_of({"chosen": [USER, YES, again, YES], "rejected": [USER, YES, again, NO]})))
+    assert isinstance(row, PairRow) and isinstance(row.chosen, ChatRow)
+    assert row.chosen.weights == [None, 0, None, 1]
+
+
+def test_misspelt_keys_of_a_pair_are_warned_of_where_they_stand(save: Any) -> None:
+    [warning] = make_report(save(pair(non_preferred_output=[{**NO, "contents": 1}]))).warnings
+    assert (warning.path, warning.code) == ("non_preferred_output[0].contents", "unknown_key")
+
+
+# Texts, labels, and what each method takes
+
+
+def test_texts_are_read_as_they_stand(save: Any) -> None:
+    path = save(line_of({"text": " Low tide.\n", "source": "a"}))
+    assert make_report(path).format == "text"
+    assert read(path) == [TextRow(1, " Low tide.\n")]
+
+
+LABELLED = line_of(chat(("user", "a"), ("assistant", "b"), label=True)) + line_of(
+    chat(("user", "a"), ("assistant", "b"), label=False)
+)
+
+
+def test_labels_are_counted_and_read_for_kto_alone(save: Any) -> None:
+    path = save(LABELLED)
+    assert make_report(path).labels == Labels(1, 1)
+    plain = list(read_rows(path, method="supervised"))
+    labelled = list(read_rows(path, method="kto"))
+    assert labelled == [LabelledRow(row.line, row, row.line == 1) for row in plain]
+
+
+def test_prompt_rows_may_be_labelled_too(save: Any) -> None:
+    path = save(line_of({"prompt": "a", "completion": "b", "label": False}))
+    assert list(read_rows(path, method="kto")) == [LabelledRow(1, PromptRow(1, "a", "b"), False)]
+
+
+@pytest.mark.parametrize(
+    ("label", "told"),
+    [
+        ({"label": "false"}, "line 3, label: text, true or false expected"),
+        ({"label": 0}, "line 3, label: a number, true or false expected"),
+        ({"label": None}, "line 3, label: null, true or false expected"),
+        ({}, "line 3, label: missing, true or false expected"),
+    ],
+)
+def test_a_label_is_a_boolean_or_kto_refuses_its_line(label: dict[str, Any], told: str, save: Any) -> None:
+    path = save(LABELLED + line_of(chat(("user", "a"), ("assistant", "b"), **label)))
+    report = make_report(path)
+    assert report.errors == []
+    assert str(find_misuse("kto", report.as_dict())) == told
+    assert find_misuse("supervised", report.as_dict()) is None
+    with pytest.raises(DataError) as refused:
+        list(read_rows(path, method="kto"))
+    assert refused.value.message == told
+
+
+def test_kto_wants_labels_at_all(save: Any) -> None:
+    report = make_report(save(GOOD))
+    assert report.labels is None
+    misuse = find_misuse("kto", report.as_dict())
+    assert misuse is not None and "kto needs true or false in each" in misuse.message
+
+
+@pytest.mark.parametrize(
+    ("content", "methods"),
+    [
+        (LABELLED, {"supervised", "kto"}),
+        (line_of({"prompt": "a", "completion": "b", "label": True}), {"supervised", "kto"}),
+        (pair(), {"dpo"}),
+        (line_of({"text": "a"}), {"pretrain"}),
+    ],
+)
+def test_each_method_takes_its_own_rows_and_names_whose_the_others_are(
+    content: bytes, methods: set[str], save: Any
+) -> None:
+    path = save(content)
+    report = make_report(path).as_dict()
+    for method in ("supervised", "kto", "dpo", "pretrain"):
+        misuse = find_misuse(method, report)
+        if method in methods:
+            assert misuse is None
+            assert list(read_rows(path, method=method))
+            continue
+        assert isinstance(misuse, RowIssue) and misuse.code == "wrong_format"
+        assert all(name in misuse.message for name in {method, *methods})
+        with pytest.raises(DataError, match=r"^line 1: ") as refused:
+            list(read_rows(path, method=method))
+        assert refused.value.code == "wrong_format"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import make_body, make_rows, save_model, write_rows
+from tests.tiny import make_body, make_labelled, make_pairs, make_rows, make_texts, save_model, write_rows
 from training.events import Event, read_events
 from training.rank.run import run
 from training.rank.stop import Stop
@@ -32,7 +32,18 @@ class StopAtCheck(Stop):
         return self.reason is not None
 
 
-def make_job(folder: Path, *, family: str = "llama", tied: bool = False, rows: int = 10, **more: Any) -> dict[str, Any]:
+ROWS_OF = {"supervised": make_rows, "dpo": make_pairs, "kto": make_labelled, "pretrain": make_texts}
+
+
+def make_job(
+    folder: Path,
+    *,
+    family: str = "llama",
+    tied: bool = False,
+    rows: int = 10,
+    method: str = "supervised",
+    **more: Any,
+) -> dict[str, Any]:
     """A body with a model and files of its own in `folder`: two epochs of three windows, the last one smaller."""
     hyper = {
         "n_epochs": 2,
@@ -45,8 +56,9 @@ def make_job(folder: Path, *, family: str = "llama", tied: bool = False, rows: i
     base = folder / "base"
     return make_body(
         base if base.exists() else save_model(base, family, tied=tied),
-        write_rows(folder / "rows.jsonl", make_rows(rows)),
-        validation=write_rows(folder / "validation.jsonl", make_rows(3, start=50)),
+        write_rows(folder / "rows.jsonl", ROWS_OF[method](rows)),
+        validation=write_rows(folder / "validation.jsonl", ROWS_OF[method](3, start=50)),
+        method=method,
         hyper=hyper,
         **more,
     )

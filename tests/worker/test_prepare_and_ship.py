@@ -123,8 +123,9 @@ def test_the_bytes_of_a_checkpoint_go_after_its_row_and_what_has_no_row_goes_too
     for step, loss in losses.items():
         (run.path / "w" / "adapter").mkdir(parents=True)
         (run.path / "w" / "adapter" / "weights").write_bytes(bytes([step]))
-        commit_folder(run.path / "w", run.checkpoints / checkpoint_name(step), {"step": step})
-        ship_checkpoint(job.id, 1, run.checkpoints / checkpoint_name(step), {"eval_loss": loss})
+        progress = {"train_loss": None, "eval_loss": loss, "evaluated_step": step}
+        commit_folder(run.path / "w", run.checkpoints / checkpoint_name(step), {"step": step, "progress": progress})
+        ship_checkpoint(job.id, 1, run.checkpoints / checkpoint_name(step))
     for key in ("checkpoints/1/5/left", "checkpoints/2/6/of_a_later_attempt", "adapter/1.zip"):
         artifacts.put_file(f"jobs/{job.id}/{key}", run.checkpoints / checkpoint_name(2) / "manifest.json")
     expire_checkpoints(job.id, 1)

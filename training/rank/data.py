@@ -1,7 +1,10 @@
-"""From the rows of a file to token ids and labels, ready to train; no row is lost without being counted."""
+"""From the rows of a file to token ids and labels, ready to train, for each method."""
 
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,24 +12,67 @@ from training.errors import DataError
 from training.plan import Counts
 from training.rank.control_tokens import ControlTokens
 from training.rank.encoding import NO_LOSS, Encoded, Encoder
-from training.rank.rendering import Renderer
-from training.rows import RowIssue, read_rows
+from training.rank.rendering import Draft, Renderer
+from training.rank.sieve import Example, Sieve
+from training.rows import LabelledRow, PairRow, RowIssue, read_rows
 
-LISTED_LINES = 5
+
+class Trained(Protocol):
+    """What a batch is made of: a row, or two that belong together."""
+
+    @property
+    def line(self) -> int: ...
+
+    @property
+    def sequences(self) -> tuple[Example, ...]: ...
 
 
 @dataclass(frozen=True)
-class Example:
-    """A row as the model gets it. `labels[i]` belongs to token i: its id, or -100 where it carries no loss."""
+class Pair:
+    """Two answers after the same prompt tokens."""
 
-    line: int
-    input_ids: list[int]
-    labels: list[int]
+    chosen: Example
+    rejected: Example
+
+    @property
+    def line(self) -> int:
+        return self.chosen.line
+
+    @property
+    def sequences(self) -> tuple[Example, ...]:
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """An answer that is desirable or not. `following` is the row after it in the file, after the last one the first."""
+
+    row: Example
+    is_desirable: bool
+    following: Example
+    max_seq_len: int
+
+    @property
+    def line(self) -> int:
+        return self.row.line
+
+    @property
+    def sequences(self) -> tuple[Example, ...]:
+        return (self.row,)
+
+    def with_answer_of(self, other: Example) -> Example:
+        """The prompt of this row with the answer of another, cut as all rows are. Something of that is left, since
+        something was left of this row's own answer."""
+        prompt = find_answer(self.row)
+        answer = slice(find_answer(other), None)
+        ids = self.row.input_ids[:prompt] + other.input_ids[answer]
+        labels = [NO_LOSS] * prompt + other.labels[answer]
+        return Example(self.line, ids[: self.max_seq_len], labels[: self.max_seq_len])
 
 
 @dataclass(frozen=True)
 class Prepared:
-    examples: list[Example]
+    examples: Sequence[Trained]
     counts: Counts
     warnings: list[RowIssue]
 
@@ -34,7 +80,7 @@ class Prepared:
 def prepare(
     path: Path, tokenizer: PreTrainedTokenizerBase, *, max_seq_len: int, truncation: str, train_on: str
 ) -> Prepared:
-    """Read, render and encode a file.
+    """Read, render and encode chat or prompt rows.
 
     Chat rows get the ids of `tokenizer.apply_chat_template`, so no second begin-of-text token. The turn of a trained
     answer carries loss from its first token to its stop token; a message's own weight of 0 or 1 wins over `train_on`.
@@ -43,101 +89,115 @@ def prepare(
         DataError: a bad row, a row that is too long with truncation "error", or a file with nothing to train.
         ModelError: chat rows, and the model has no chat template.
     """
-    warnings: list[RowIssue] = []
-    controls = ControlTokens(tokenizer)
-    renderer = Renderer(tokenizer, controls, train_on)
-    drafts = (renderer.make_draft(row) for row in read_rows(path, warnings))
-    sieve = _Sieve(max_seq_len, truncation)
-    for encoded in Encoder(tokenizer, controls).encode(drafts):
-        sieve.take(encoded)
-    if not sieve.examples:
-        raise sieve.nothing_left()
-    return Prepared(sieve.examples, sieve.make_counts(), warnings + sieve.make_warnings())
+    reading = _Reading(tokenizer, max_seq_len, truncation, train_on)
+    drafts = (reading.draft(row) for row in read_rows(path, reading.warnings, method="supervised"))
+    return reading.finish([example for row in reading.encode(drafts) for example in reading.sieve.take(row)])
 
 
-@dataclass
-class _Lines:
-    """How many rows something happened to, and the lines of the first."""
+def prepare_texts(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_seq_len: int, truncation: str) -> Prepared:
+    """Texts between the begin-of-text and the end-of-text token, every token with loss but the first. With truncation
+    "truncate" a long one is cut into pieces, none of which is lost.
 
-    count: int = 0
-    first: list[int] = field(default_factory=list)
-
-    def add(self, line: int) -> None:
-        self.count += 1
-        if len(self.first) < LISTED_LINES:
-            self.first.append(line)
-
-    def __str__(self) -> str:
-        if self.count == 1:
-            return f"1 row (line {self.first[0]})"
-        more = f" and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
-        return f"{self.count} rows (lines {', '.join(map(str, self.first))}{more})"
+    Raises:
+        DataError: as above.
+    """
+    reading = _Reading(tokenizer, max_seq_len, truncation, "all")
+    drafts = (reading.draft(row) for row in read_rows(path, reading.warnings, method="pretrain"))
+    return reading.finish([example for row in reading.encode(drafts) for example in reading.sieve.split(row)])
 
 
-class _Sieve:
-    """Keeps the rows that can be trained within the limit, and counts what happens to the others."""
+def prepare_pairs(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_seq_len: int, truncation: str) -> Prepared:
+    """Pairs of answers: both sides have the same prompt tokens, and each is cut on its own. A pair with a side that
+    would train nothing is dropped.
 
-    def __init__(self, max_seq_len: int, truncation: str) -> None:
-        self._limit = max_seq_len
-        self._truncation = truncation
-        self.examples: list[Example] = []
-        self._rows = 0
-        self._cut, self._dropped, self._masked, self._spelled = _Lines(), _Lines(), _Lines(), _Lines()
+    Raises:
+        DataError, ModelError: as above.
+    """
+    reading = _Reading(tokenizer, max_seq_len, truncation, "assistant")
 
-    def take(self, row: Encoded) -> None:
-        """Raises DataError for a row that is too long with truncation "error"."""
-        self._rows += 1
-        length = len(row.input_ids)
-        if length > self._limit and self._truncation == "error":
-            raise DataError(
-                f'line {row.line}: {length} tokens, more than max_seq_len {self._limit}, and truncation is "error"; '
-                'shorten the row, raise max_seq_len, or set truncation to "truncate" or "drop"',
-                code="too_many_tokens",
-            )
-        if length > self._limit and self._truncation == "drop":
-            self._dropped.add(row.line)
-            return
-        example = Example(row.line, row.input_ids[: self._limit], row.labels[: self._limit])
-        # Nothing comes before the first token, so it never carries loss.
-        if all(label == NO_LOSS for label in example.labels[1:]):
-            self._masked.add(row.line)
-            return
-        self.examples.append(example)
-        if length > self._limit:
-            self._cut.add(row.line)
-        if row.holds_spelled:
-            self._spelled.add(row.line)
+    def drafts() -> Iterator[Draft]:
+        for row in read_rows(path, reading.warnings, method="dpo"):
+            assert isinstance(row, PairRow)  # noqa: S101 - dpo is trained on no others
+            yield reading.draft(row.chosen)
+            yield reading.draft(row.rejected)
 
-    def make_counts(self) -> Counts:
-        return Counts(
-            rows=self._rows,
-            trained_rows=len(self.examples),
-            truncated=self._cut.count,
-            dropped=self._dropped.count + self._masked.count,
-            masked=self._masked.count,
+    sides = reading.encode(drafts())
+    pairs = []
+    for chosen, rejected in zip(sides, sides, strict=True):
+        _require_one_prompt(chosen, rejected)
+        if kept := reading.sieve.take(chosen, rejected):
+            pairs.append(Pair(*kept))
+    return reading.finish(pairs)
+
+
+def prepare_labelled(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_seq_len: int, truncation: str) -> Prepared:
+    """Rows whose last answer is desirable or not; that answer carries the loss, whatever the weights.
+
+    Raises:
+        DataError: also where fewer than two rows are left.
+        ModelError: as above.
+    """
+    reading = _Reading(tokenizer, max_seq_len, truncation, "last")
+    labels: deque[bool] = deque()
+
+    def drafts() -> Iterator[Draft]:
+        for row in read_rows(path, reading.warnings, method="kto"):
+            assert isinstance(row, LabelledRow)  # noqa: S101 - kto is trained on no others
+            labels.append(row.is_desirable)
+            yield reading.draft(row.row)
+
+    kept = []
+    for encoded in reading.encode(drafts()):
+        is_desirable = labels.popleft()
+        kept += [(example, is_desirable) for example in reading.sieve.take(encoded)]
+    following = [example for example, _ in kept[1:] + kept[:1]]
+    prepared = reading.finish(
+        [Labelled(*labelled, after, max_seq_len) for labelled, after in zip(kept, following, strict=True)],
+        desirable=sum(label for _, label in kept),
+        undesirable=sum(not label for _, label in kept),
+    )
+    if len(kept) < 2:
+        message = "kto needs at least two rows: it measures how far the model has moved on answers to other prompts"
+        raise DataError(message, code="too_few_rows")
+    return prepared
+
+
+def sequences_of(examples: Sequence[Trained]) -> list[Example]:
+    return [sequence for example in examples for sequence in example.sequences]
+
+
+def find_answer(row: Example | Encoded) -> int:
+    """Where the first token stands that carries loss."""
+    return next((place for place, label in enumerate(row.labels) if label != NO_LOSS), len(row.labels))
+
+
+class _Reading:
+    """The way of one file through rendering, encoding and sieve."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, truncation: str, train_on: str) -> None:
+        controls = ControlTokens(tokenizer)
+        self.warnings: list[RowIssue] = []
+        self.sieve = Sieve(max_seq_len, truncation)
+        self.draft = Renderer(tokenizer, controls, train_on).make_draft
+        self.encode = Encoder(tokenizer, controls).encode
+
+    def finish(self, examples: Sequence[Trained], **labels: int) -> Prepared:
+        if not examples:
+            raise self.sieve.nothing_left()
+        counts = self.sieve.make_counts().model_copy(update=labels)
+        return Prepared(examples, counts, self.warnings + self.sieve.make_warnings())
+
+
+def _require_one_prompt(chosen: Encoded, rejected: Encoded) -> None:
+    """Templates may write a turn otherwise by what follows it. Then the two answers would be judged apart."""
+    if _prompt(chosen) != _prompt(rejected):
+        raise DataError(
+            f"line {chosen.line}: the model's chat template writes the prompt of the two answers differently; "
+            "change the row, or choose another model",
+            code="template_error",
         )
 
-    def make_warnings(self) -> list[RowIssue]:
-        limit = f"{self._limit} tokens"
-        told = (
-            ("rows_truncated", self._cut, f"longer than {limit}, cut at the end"),
-            ("rows_dropped", self._dropped, f"longer than {limit}, dropped"),
-            ("rows_masked", self._masked, f"no trained token within {limit}, dropped"),
-            ("control_token_as_text", self._spelled, "control tokens of the model in the data, trained as plain text"),
-        )
-        return [RowIssue(lines.first[0], "", code, f"{what}: {lines}") for code, lines, what in told if lines.count]
 
-    def nothing_left(self) -> DataError:
-        reasons = [
-            f"{lines} {what}"
-            for lines, what in (
-                (self._dropped, 'longer than that, and truncation is "drop"'),
-                (self._masked, "without a trained token within that"),
-            )
-            if lines.count
-        ]
-        return DataError(
-            f"no row is left to train on at max_seq_len {self._limit} tokens: {'; '.join(reasons)}. "
-            "Raise max_seq_len, shorten the prompts, or check train_on and the weights",
-            code="nothing_to_train",
-        )
+def _prompt(side: Encoded) -> list[int]:
+    """The tokens before the first one that carries loss."""
+    return side.input_ids[: find_answer(side)]

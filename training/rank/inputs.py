@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import DataError
-from training.plan import DataFacts, make_max_seq_len
-from training.rank.data import Prepared, prepare
+from training.plan import DataFacts, make_beta, make_max_seq_len
+from training.rank.data import Prepared, sequences_of
+from training.rank.dpo import Dpo
+from training.rank.kto import Kto
 from training.rank.loss import count_tokens, count_trained
 from training.rank.model import context_tokens, load_config, load_tokenizer
+from training.rank.objective import Objective
 from training.rank.source import Source, find_source
+from training.rank.supervised import Pretrain, Supervised
 from training.rundir import file_sha256
-from training.spec import JobSpec
+from training.spec import JobSpec, KtoHyperparameters, PreferenceHyperparameters, SupervisedHyperparameters
 
 NO_INFLUENCE = {"model", "training_file", "validation_file", "suffix", "metadata", "resources"}
 """Fields that do not change what is trained; of files and model the content counts, not where they lie."""
@@ -25,6 +29,7 @@ class Inputs:
     source: Source
     config: Any
     tokenizer: Any
+    objective: Objective
     training: Prepared
     validation: Prepared | None
 
@@ -35,17 +40,30 @@ def load_inputs(spec: JobSpec, *, base_name: str | None = None, weights: bool) -
     source = replace(source, name=base_name) if base_name is not None else source
     config, tokenizer = load_config(source), load_tokenizer(source)
     limit = make_max_seq_len(spec, context_tokens(config))
-    training = _prepare(spec, "training_file", spec.training_file, tokenizer, limit)
+    objective = make_objective(spec)
+    training = _prepare(objective, "training_file", spec.training_file, tokenizer, limit)
     validation = None
     if spec.validation_file is not None:
-        validation = _prepare(spec, "validation_file", spec.validation_file, tokenizer, limit)
-    return Inputs(spec, source, config, tokenizer, training, validation)
+        validation = _prepare(objective, "validation_file", spec.validation_file, tokenizer, limit)
+    return Inputs(spec, source, config, tokenizer, objective, training, validation)
+
+
+def make_objective(spec: JobSpec) -> Objective:
+    asked = spec.hyper
+    if isinstance(asked, KtoHyperparameters):
+        return Kto(asked.truncation, make_beta(asked), asked.desirable_weight, asked.undesirable_weight)
+    if isinstance(asked, PreferenceHyperparameters):
+        return Dpo(asked.truncation, make_beta(asked))
+    if isinstance(asked, SupervisedHyperparameters):
+        return Supervised(asked.truncation, asked.train_on)
+    return Pretrain(asked.truncation)
 
 
 def make_data_facts(inputs: Inputs) -> DataFacts:
-    rows = inputs.training.examples
+    rows = sequences_of(inputs.training.examples)
     return DataFacts(
         counts=inputs.training.counts,
+        examples=len(inputs.training.examples),
         longest_tokens=max(count_tokens([row]) for row in rows),
         longest_trained_tokens=max(count_trained([row]) for row in rows),
         tokens=count_tokens(rows),
@@ -66,12 +84,9 @@ def make_fingerprint(inputs: Inputs) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _prepare(spec: JobSpec, param: str, file: str, tokenizer: Any, max_seq_len: int) -> Prepared:
-    asked = spec.hyper
+def _prepare(objective: Objective, param: str, file: str, tokenizer: Any, max_seq_len: int) -> Prepared:
     try:
-        return prepare(
-            Path(file), tokenizer, max_seq_len=max_seq_len, truncation=asked.truncation, train_on=asked.train_on
-        )
+        return objective.prepare(Path(file), tokenizer, max_seq_len)
     except FileNotFoundError:
         raise DataError(f"{param}: {file}: no such file", param=param) from None
     except IsADirectoryError:

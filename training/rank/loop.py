@@ -5,16 +5,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from training.errors import TrainingError
 from training.events import EventLog
 from training.plan import Plan
 from training.rank.checkpoint import Checkpoints, Progress
-from training.rank.data import Example
+from training.rank.data import Trained, sequences_of
 from training.rank.early_stopping import is_best, note_evaluation, patience_is_out
 from training.rank.evaluate import evaluate
-from training.rank.loss import count_tokens, count_trained, make_batch, score
+from training.rank.loss import count_tokens, count_trained
+from training.rank.objective import Objective, Totals
 from training.rank.optim import learning_rate_at
 from training.rank.order import cut, epochs_done, make_window
 from training.rank.parallel import Parallel
@@ -28,9 +27,10 @@ class Run:
     """All that a run consists of. `rows_per_pass` is the micro-batch, or 1 where the model cannot take several rows."""
 
     plan: Plan
+    objective: Objective
     parallel: Parallel
-    examples: Sequence[Example]
-    validation: Sequence[Example]
+    examples: Sequence[Trained]
+    validation: Sequence[Trained]
     rows_per_pass: int
     events: EventLog
     checkpoints: Checkpoints
@@ -63,31 +63,33 @@ def take_step(run: Run) -> bool:
     begun, random = time.perf_counter(), RandomState.take()
     step = run.progress.step + 1
     rows = [run.examples[row] for row in make_window(len(run.examples), run.plan.batch_size, run.plan.seed, step)]
-    tokens, trained_tokens = count_tokens(rows), count_trained(rows)
-    while (measured := measure(run, rows, trained_tokens)) is not None and overflowed(run, *measured):
+    sequences = sequences_of(rows)
+    tokens, trained_tokens = count_tokens(sequences), count_trained(sequences)
+    while (measured := measure(run, rows)) is not None and overflowed(run, measured[0]["train_loss"], measured[1]):
         random.restore()
     if measured is None:
         run.parallel.drop_gradients()
         random.restore()
         return False
-    train_loss, grad_norm = measured
+    metrics, grad_norm = measured
     scale = run.parallel.loss_scale.factor if run.parallel.loss_scale else None
     learning_rate = learning_rate_at(step, run.plan)
+    train_loss = metrics["train_loss"]
     healthy = math.isfinite(train_loss) and math.isfinite(grad_norm)
     if healthy:
         run.parallel.step(learning_rate)
     step_s = time.perf_counter() - begun
     advance(run.progress, tokens, trained_tokens, train_loss, step_s)
-    report_step(run, learning_rate, grad_norm, tokens, step_s, scale)
+    report_step(run, metrics, learning_rate, grad_norm, tokens, step_s, scale)
     if not healthy:
         raise not_finite(step, train_loss, rows)
     return True
 
 
-def measure(run: Run, rows: Sequence[Example], trained_tokens: int) -> tuple[float, float] | None:
-    """Loss and gradient norm of a window, its gradient left on the weights, clipped; None as in `accumulate`."""
-    train_loss = accumulate(run, rows, trained_tokens)
-    return None if train_loss is None else (train_loss, float(run.parallel.clip()))
+def measure(run: Run, rows: Sequence[Trained]) -> tuple[dict[str, float], float] | None:
+    """Metrics and gradient norm of a window, its gradient left on the weights, clipped; None as in `accumulate`."""
+    metrics = accumulate(run, rows)
+    return None if metrics is None else (metrics, float(run.parallel.clip()))
 
 
 def overflowed(run: Run, train_loss: float, grad_norm: float) -> bool:
@@ -109,19 +111,24 @@ def overflowed(run: Run, train_loss: float, grad_norm: float) -> bool:
     return True
 
 
-def accumulate(run: Run, rows: Sequence[Example], trained_tokens: int) -> float | None:
-    """The loss of a window, its gradient left on the weights; None where a stop was asked for on the way."""
-    total = torch.zeros((), dtype=torch.float64, device=run.parallel.device)
+def accumulate(run: Run, rows: Sequence[Trained]) -> dict[str, float] | None:
+    """The loss and other metrics of a window, its gradient left on the weights; None where a stop was asked for on the
+    way."""
+    window = run.objective.open_window(run.parallel, rows, run.rows_per_pass, run.stop.asked)
+    if window is None:
+        return None
+    totals = Totals()
     passes = list(cut(rows, run.rows_per_pass))
     for number, part in enumerate(passes, 1):
         if run.stop.asked():
             return None
         with run.parallel.compute():
-            loss, _ = score(run.parallel.model, make_batch(part, run.parallel.device))
-        # Divided by the tokens of the whole window: the result does not depend on how the window is cut.
-        run.parallel.backward(loss / trained_tokens, last=number == len(passes))
-        total += loss.detach()
-    return float(run.parallel.total(total)) / trained_tokens
+            scores = run.objective.score(run.parallel.model, part, window)
+        # Divided by the weight of the whole window: the result does not depend on how the window is cut.
+        run.parallel.backward(scores.loss / window.weight, last=number == len(passes))
+        totals.add(scores)
+    sums = totals.over_ranks(run.parallel)
+    return {"train_loss": sums["loss"] / window.weight, **run.objective.make_metrics(sums, window)}
 
 
 def advance(progress: Progress, tokens: int, trained_tokens: int, train_loss: float, step_s: float) -> None:
@@ -133,11 +140,17 @@ def advance(progress: Progress, tokens: int, trained_tokens: int, train_loss: fl
 
 
 def report_step(
-    run: Run, learning_rate: float, grad_norm: float, tokens: int, step_s: float, loss_scale: float | None
+    run: Run,
+    metrics: dict[str, float],
+    learning_rate: float,
+    grad_norm: float,
+    tokens: int,
+    step_s: float,
+    loss_scale: float | None,
 ) -> None:
     progress = run.progress
-    metrics = {
-        "train_loss": progress.train_loss,
+    data = {
+        **metrics,
         "learning_rate": learning_rate,
         "grad_norm": grad_norm,
         "num_tokens": progress.num_tokens,
@@ -148,8 +161,8 @@ def report_step(
         "peak_memory_bytes": run.parallel.peak_memory_bytes(),
     }
     if loss_scale is not None:
-        metrics["loss_scale"] = loss_scale
-    run.events.append("metrics", progress.step, metrics)
+        data["loss_scale"] = loss_scale
+    run.events.append("metrics", progress.step, data)
 
 
 def evaluation_due(run: Run) -> bool:
@@ -165,13 +178,13 @@ def evaluate_when_due(run: Run) -> bool:
     if not evaluation_due(run):
         return False
     begun = time.perf_counter()
-    result = evaluate(run.parallel, run.validation, run.rows_per_pass, run.stop.asked)
+    result = evaluate(run.objective, run.parallel, run.validation, run.rows_per_pass, run.stop.asked)
     if result is None:
         return False
     run.progress.seconds += time.perf_counter() - begun
     run.progress.eval_loss = result.loss if math.isfinite(result.loss) else None
     run.progress.evaluated_step = run.progress.step
-    data = {"eval_loss": result.loss, "eval_token_accuracy": result.token_accuracy}
+    data = {"eval_loss": result.loss, **result.metrics}
     run.events.append("evaluated", run.progress.step, data)
     note_evaluation(run.progress, run.plan, result.loss)
     return True
@@ -196,7 +209,7 @@ def save_checkpoint(run: Run) -> None:
     run.events.append("checkpoint", progress.step, data)
 
 
-def not_finite(step: int, train_loss: float, rows: Sequence[Example]) -> TrainingError:
+def not_finite(step: int, train_loss: float, rows: Sequence[Trained]) -> TrainingError:
     what = "gradient" if math.isfinite(train_loss) else "loss"
     lines = ", ".join(str(row.line) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
     message = (

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from training.rank.data import Example
 from training.rank.model import forward_names, get_base
+from training.rank.order import cut
+from training.rank.sieve import Example
 
 NO_LABEL = -100
 
@@ -65,6 +66,17 @@ def score(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         right = (logits.argmax(-1) == batch.targets).sum()
     return loss, right
+
+
+def log_probabilities(model: nn.Module, examples: Sequence[Example], rows_per_pass: int) -> Tensor:
+    """(rows,): of each row the summed log-probability of its trained tokens, in fp32."""
+    device = next(model.parameters()).device
+    found = []
+    for rows in cut(examples, rows_per_pass):
+        batch = make_batch(rows, device)
+        of_tokens = -functional.cross_entropy(compute_logits(model, batch).float(), batch.targets, reduction="none")
+        found += [of_row.sum() for of_row in of_tokens.split([count_trained([row]) for row in rows])]
+    return torch.stack(found)
 
 
 def compute_logits(model: nn.Module, batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from training.errors import DataError, ModelError
 from training.jsonlines import printable
 from training.rank.control_tokens import ControlTokens
-from training.rows import ChatRow, PromptRow, Row
+from training.rows import ChatRow, PromptRow, TextRow
 
 TrainOn = Literal["assistant", "last", "all"]
 Span = tuple[int, int]
@@ -49,8 +49,10 @@ class Renderer:
         self._train_on = train_on
         self._lead = _find_lead(tokenizer)
 
-    def make_draft(self, row: Row) -> Draft:
+    def make_draft(self, row: ChatRow | PromptRow | TextRow) -> Draft:
         """Raises DataError for a row that the template refuses, ModelError where there is no template."""
+        if isinstance(row, TextRow):
+            return self._of_prompt(PromptRow(row.line, "", row.text))
         return self._of_chat(row) if isinstance(row, ChatRow) else self._of_prompt(row)
 
     def _of_prompt(self, row: PromptRow) -> Draft:

@@ -137,6 +137,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
         load_checkpoint(found, parallel)
     return Run(
         plan=plan,
+        objective=inputs.objective,
         parallel=parallel,
         examples=inputs.training.examples,
         validation=inputs.validation.examples if inputs.validation else [],

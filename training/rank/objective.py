@@ -1,0 +1,87 @@
+"""What a run minimises, behind one small protocol, so that the loop does not know."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from training.rank.data import Prepared
+from training.rank.parallel import Parallel
+
+Sums = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What is known of all the rows of a step, or of a validation file, before the first pass over them.
+
+    The summed loss is divided by `weight`. `reference_point` is kto's.
+    """
+
+    weight: int
+    reference_point: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one pass: the summed loss, and sums that metrics are made of."""
+
+    loss: Tensor
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """The examples are those that `prepare` made. Whatever is told of a window does not depend on how it is cut."""
+
+    def prepare(self, path: Path, tokenizer: Any, max_seq_len: int) -> Prepared:
+        """The examples of a file. Raises DataError and ModelError."""
+
+    def open_window(
+        self, parallel: Parallel, examples: Sequence[Any], rows_per_pass: int, stop_asked: Callable[[], bool]
+    ) -> Window | None:
+        """None where a stop was asked for on the way."""
+
+    def score(self, model: nn.Module, examples: Sequence[Any], window: Window) -> Scores:
+        """One pass."""
+
+    def make_metrics(self, sums: Sums, window: Window) -> dict[str, float]:
+        """Metrics of a step, by their names."""
+
+    def make_evaluation(self, sums: Sums, window: Window) -> dict[str, float]:
+        """Metrics of a validation file, by their names."""
+
+
+class Totals:
+    """Sums over the passes of a window, in double precision."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, scores: Scores) -> None:
+        for name, value in {"loss": scores.loss, **scores.sums}.items():
+            value = value.detach().double()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def over_ranks(self, parallel: Parallel) -> dict[str, float]:
+        return {name: float(parallel.total(value)) for name, value in self._sums.items()}
+
+
+@contextmanager
+def judging(model: nn.Module, *, as_base: bool = False) -> Iterator[None]:
+    """Without gradients and dropout, and so without drawing random numbers; with the adapter switched off, as the base
+    model was."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            if as_base:
+                with model.disable_adapter():
+                    yield
+            else:
+                yield
+    finally:
+        model.train(training)
