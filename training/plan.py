@@ -101,6 +101,7 @@ class Plan(_Fact):
     parameters: int
     trained_parameters: int
     quantised_parameters: int = 0
+    lora_plus_ratio: float = 1.0
     memory: Memory
     counts: Counts
     reasons: dict[str, str]
@@ -151,6 +152,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         parameters=model.parameters,
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
+        lora_plus_ratio=spec.adapter.lora_plus_ratio,
         memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing),
         counts=data.counts,
         reasons=why,

@@ -214,6 +214,12 @@ Targets = Annotated[
 ]
 
 
+def _names(value: object) -> object:
+    if isinstance(value, list) and value and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise _wrong(f"{show(value)} is not a list of module names")
+
+
 def _bits(value: object) -> object:
     if isinstance(value, int) and value in (4, 8):
         return value
@@ -237,6 +243,16 @@ class Adapter(_Part):
     "The adapter's output is scaled by alpha / r."
     dropout: Annotated[float, _real(0, 1, below=True)] = 0.0
     target_modules: Targets = "all-linear"
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=list[str])] = ()
+    "Modules that are trained whole beside the adapter, such as the output head."
+    use_rslora: Annotated[bool, PlainValidator(_true_or_false, json_schema_input_type=bool)] = False
+    "Scale by alpha / sqrt(r) in the place of alpha / r (Kalajdzievski 2023, arXiv:2312.03732)."
+    use_dora: Annotated[bool, PlainValidator(_true_or_false, json_schema_input_type=bool)] = False
+    "Train the length of each output's weights by itself (Liu et al. 2024, arXiv:2402.09353)."
+    init: Literal["default", "pissa"] = "default"
+    "Where the adapter begins: at zero, or at the principal part of the weights (PiSSA, Meng et al. 2024)."
+    lora_plus_ratio: Annotated[float, _real(0, above=True)] = 1.0
+    "Rate of the second matrix over that of the first; 16 in LoRA+ (Hayou et al. 2024, arXiv:2402.12354)."
     bits: Annotated[Literal[4, 8], PlainValidator(_bits, json_schema_input_type=Literal[4, 8])] = 4
     "Of a frozen weight, qlora only."
     quant_type: Literal["nf4", "fp4"] = "nf4"
@@ -249,6 +265,11 @@ class Adapter(_Part):
         for name in sorted(self.model_fields_set - {"type"}):
             if self.type not in _ADAPTER_FIELDS[name]:
                 raise _at(name, f'belongs to {_ADAPTER_FIELDS[name][0]}; leave it out with type "{self.type}"')
+        if self.init == "pissa" and (self.type == "qlora" or self.use_dora):
+            other = "qlora" if self.type == "qlora" else "use_dora"
+            raise _at(
+                "init", f'"pissa" changes the frozen weights, which {other} does not allow; leave one of the two out'
+            )
         if self.bits == 8 and (four := sorted(self.model_fields_set & {"quant_type", "double_quant"})):
             raise _at(four[0], "belongs to 4 bits; leave it out with bits 8")
         return self
@@ -259,7 +280,8 @@ class Adapter(_Part):
 
 
 _ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("r", "alpha", "dropout", "target_modules"), ("lora", "qlora")),
+    **dict.fromkeys(("r", "alpha", "dropout", "target_modules", "modules_to_save"), ("lora", "qlora")),
+    **dict.fromkeys(("use_rslora", "use_dora", "init", "lora_plus_ratio"), ("lora", "qlora")),
     **dict.fromkeys(("bits", "quant_type", "double_quant"), ("qlora",)),
 }
 """The types of adapter that each field belongs to."""

@@ -11,6 +11,7 @@ from torch import nn
 from training.errors import ModelError, SpecError
 from training.plan import ModelFacts, Plan
 from training.rank.lora import add_lora, count_lora_parameters
+from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
 from training.spec import Adapter
@@ -96,6 +97,8 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
         _own_weights(model)
     else:
         model = add_lora(model, adapter, source, plan.seed)
+        if adapter.init == "pissa":
+            remember_start(model)
     if plan.gradient_checkpointing:
         _checkpoint_activations(model)
     return model.train()
