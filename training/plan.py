@@ -12,6 +12,11 @@ from training.spec import Adapter, Hyperparameters, JobSpec, Steps
 GIB = 2**30
 DEFAULT_SEED = 0
 DEFAULT_WARMUP_RATIO = 0.03
+SMALL_ADAPTER_RATES = {
+    "ia3": (3e-3, "3e-3 for IA3 (Liu et al. 2022, section 4.1)"),
+    "prefix": (1e-2, "1e-2 for prefix tuning, as in the examples of PEFT"),
+    "prompt": (3e-2, "3e-2 for prompt tuning, as in the examples of PEFT"),
+}
 MAX_TOKENS_PER_FORWARD = 8192
 """Where a GPU is busy with rows of usual models; more rows in one pass cost memory and gain little."""
 
@@ -164,6 +169,8 @@ def make_max_seq_len(
 ) -> int:
     """The longest row that is trained: what was asked, else what the model's context and the data allow."""
     asked = spec.hyper.max_seq_len
+    if context_tokens is not None:
+        context_tokens -= spec.adapter.virtual_tokens
     if asked != "auto":
         if context_tokens is not None and asked > context_tokens:
             param = f"{spec.hyperparameters_path}.max_seq_len"
@@ -211,8 +218,9 @@ def forecast_memory(
 
 def may_share_a_pass(adapter: Adapter) -> bool:
     """Whether rows may. In 8 bits inputs with outliers are kept in 16 bits (Dettmers et al. 2022); these are looked for
-    over all rows of a pass, so that a row would be computed otherwise beside another one."""
-    return adapter.type != "qlora" or adapter.bits == 4
+    over all rows of a pass, so that a row would be computed otherwise beside another one. A prefix or prompt stands
+    before the first row of a pass only."""
+    return adapter.virtual_tokens == 0 and (adapter.type != "qlora" or adapter.bits == 4)
 
 
 def bits_per_weight(adapter: Adapter) -> float:
@@ -295,6 +303,11 @@ def _fit(
 
     smallest = _given_micro(asked, batch) or 1
     checkpointing = spec.gradient_checkpointing
+    if spec.adapter.type == "prefix":
+        if checkpointing is True:
+            param = "gradient_checkpointing"
+            raise SpecError(f"{param}: a prefix is kept in a cache, which it cannot have; set it to false", param=param)
+        checkpointing = False
     if checkpointing == "auto":
         checkpointing = not fits(smallest, False)
         why["gradient_checkpointing"] = (
@@ -303,7 +316,7 @@ def _fit(
     if given := _given_micro(asked, batch):
         return given, checkpointing
     if not may_share_a_pass(spec.adapter):
-        why["micro_batch_size"] = "in 8 bits rows of one pass would change each other"
+        why["micro_batch_size"] = "8-bit layers, prefixes and prompts take one row a pass"
         return 1, checkpointing
     if device == "cpu":
         why["micro_batch_size"] = "on a CPU row after row is fastest: nothing is padded and nothing waits"
@@ -358,6 +371,8 @@ def _learning_rate(spec: JobSpec, model: ModelFacts, why: dict[str, str]) -> flo
     if spec.adapter.is_low_rank:
         rate *= 10
         why["learning_rate"] += ", times 10 for LoRA"
+    if spec.adapter.type in SMALL_ADAPTER_RATES:
+        rate, why["learning_rate"] = SMALL_ADAPTER_RATES[spec.adapter.type]
     if asked.learning_rate_multiplier != "auto":
         rate *= asked.learning_rate_multiplier
         why["learning_rate"] += f", times the multiplier {asked.learning_rate_multiplier:g}"

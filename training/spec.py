@@ -32,7 +32,6 @@ NOT_OFFERED = {
 
 VALUES_NOT_OFFERED = {
     "method.type": ("dpo", "kto", "orpo", "pretrain"),
-    "adapter.type": ("ia3", "prefix", "prompt"),
     "attention": ("flash",),
     "optimizer": ("adamw_8bit", "paged_adamw_8bit", "adafactor"),
     "lr_scheduler": ("wsd",),
@@ -234,15 +233,19 @@ def _true_or_false(value: object) -> object:
 
 class Adapter(_Part):
     """What is trained: low-rank adapters (Hu et al. 2021, arXiv:2106.09685), over frozen weights in 4 or 8 bits where
-    the type is qlora (Dettmers et al. 2023, arXiv:2305.14314), or all weights."""
+    the type is qlora (Dettmers et al. 2023, arXiv:2305.14314); factors on what layers give (ia3, Liu et al. 2022,
+    arXiv:2205.05638); keys and values before the row in each layer (prefix, Li and Liang 2021, arXiv:2101.00190) or
+    embeddings before it (prompt, Lester et al. 2021, arXiv:2104.08691); or all weights."""
 
-    type: Literal["lora", "qlora", "full"] = "lora"
+    type: Literal["lora", "qlora", "ia3", "prefix", "prompt", "full"] = "lora"
     r: Annotated[int, _whole(1, 1024)] = 8
     "Rank of the adapter."
     alpha: Annotated[float, _real(0, above=True)] = 16.0
     "The adapter's output is scaled by alpha / r."
     dropout: Annotated[float, _real(0, 1, below=True)] = 0.0
     target_modules: Targets = "all-linear"
+    num_virtual_tokens: Annotated[int, _whole(1, 1024)] = 20
+    "How many trained places stand before the row, prefix and prompt only."
     modules_to_save: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=list[str])] = ()
     "Modules that are trained whole beside the adapter, such as the output head."
     use_rslora: Annotated[bool, PlainValidator(_true_or_false, json_schema_input_type=bool)] = False
@@ -278,9 +281,15 @@ class Adapter(_Part):
     def is_low_rank(self) -> bool:
         return self.type in ("lora", "qlora")
 
+    @property
+    def virtual_tokens(self) -> int:
+        return self.num_virtual_tokens if self.type in ("prefix", "prompt") else 0
+
 
 _ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("r", "alpha", "dropout", "target_modules", "modules_to_save"), ("lora", "qlora")),
+    **dict.fromkeys(("r", "alpha", "dropout", "modules_to_save"), ("lora", "qlora")),
+    "target_modules": ("lora", "qlora", "ia3"),
+    "num_virtual_tokens": ("prefix", "prompt"),
     **dict.fromkeys(("use_rslora", "use_dora", "init", "lora_plus_ratio"), ("lora", "qlora")),
     **dict.fromkeys(("bits", "quant_type", "double_quant"), ("qlora",)),
 }

@@ -24,34 +24,50 @@ def make_targets(model: nn.Module, adapter: Adapter) -> list[str]:
     Raises:
         SpecError: a name or pattern that fits no linear layer.
     """
+    chosen = find_layers(model, adapter)
+    last = {name.rpartition(".")[2] for name in chosen}
+    said_by_last = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
+    return sorted(last if said_by_last == chosen else chosen)
+
+
+def find_layers(model: nn.Module, adapter: Adapter) -> set[str]:
+    """The whole names of the layers that `target_modules` asks for; raises as `make_targets`."""
     linear = list_linear(model)
     asked = adapter.target_modules
     if asked == "all-linear":
         head = model.get_output_embeddings()
         saved = set(find_saved_modules(model, adapter))
-        chosen = {name for name, module in linear.items() if module is not head and name not in saved}
-    elif isinstance(asked, Regex):
+        return {name for name, module in linear.items() if module is not head and name not in saved}
+    if isinstance(asked, Regex):
         chosen = {name for name in linear if re.fullmatch(asked.regex, name)}
         if not chosen:
             raise _no_layer(f'the pattern "{asked.regex}" fits no whole name', asked.regex, linear)
-    else:
-        chosen = set().union(*(_named(name, linear) for name in asked))
-    last = {name.rpartition(".")[2] for name in chosen}
-    said_by_last = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
-    return sorted(last if said_by_last == chosen else chosen)
+        return chosen
+    return set().union(*(_named(name, linear) for name in asked))
 
 
 def list_linear(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Also what stands in the place of one, quantised: the adapter is for the base as it was published."""
+    return isinstance(module, Conv1D) or getattr(module, "source_cls", None) is Conv1D
+
+
+def width_of(module: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    first, second = module.weight.shape
+    return (first, second) if isinstance(module, Conv1D) else (second, first)
+
+
 def count_lora_parameters(model: nn.Module, adapter: Adapter) -> int:
     """r x (inputs + outputs) of the adapted layers, with DoRA a length for each output, and what is trained whole."""
-    targets, linear = tuple(make_targets(model, adapter)), list_linear(model)
-    adapted = {name: module for name, module in linear.items() if _fits(name, targets)}
+    linear = list_linear(model)
+    adapted = {name: linear[name] for name in find_layers(model, adapter)}
     _check_choice(model, adapter, adapted)
     low_rank = adapter.r * sum(sum(module.weight.shape) for module in adapted.values())
-    lengths = sum(_outputs(module) for module in adapted.values()) if adapter.use_dora else 0
+    lengths = sum(width_of(module)[1] for module in adapted.values()) if adapter.use_dora else 0
     saved = [model.get_submodule(name) for name in find_saved_modules(model, adapter)]
     # By identity: tied weights are trained once.
     whole = {weight: weight.numel() for module in saved for weight in module.parameters()}
@@ -97,7 +113,7 @@ def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> n
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         init_lora_weights="pissa" if adapter.init == "pissa" else True,
-        fan_in_fan_out=any(_is_conv1d(module) for module in model.modules()),
+        fan_in_fan_out=any(is_conv1d(module) for module in model.modules()),
     )
     torch.manual_seed(seed)
     adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
@@ -126,17 +142,8 @@ def _check_choice(model: nn.Module, adapter: Adapter, adapted: dict[str, Any]) -
         raise SpecError(message, param="adapter.r")
 
 
-def _outputs(module: Any) -> int:
-    return module.weight.shape[1 if isinstance(module, Conv1D) else 0]
-
-
 def _is_embedding(model: nn.Module, name: str) -> bool:
     return model.get_submodule(name) in (model.get_input_embeddings(), model.get_output_embeddings())
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Also what stands in the place of one, quantised: the adapter is for the base as it was published."""
-    return isinstance(module, Conv1D) or getattr(module, "source_cls", None) is Conv1D
 
 
 def _named(name: str, linear: dict[str, Any]) -> set[str]:

@@ -47,6 +47,9 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
     saved = load_file(folder / ADAPTER_WEIGHTS)
+    if model.peft_config["default"].is_prompt_learning:
+        set_peft_model_state_dict(model, saved)  # one tensor, whose shape it checks
+        return
     report = set_peft_model_state_dict(model, trained_part(model, saved) if is_pissa(model) else saved)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     missing = sorted(trained.intersection(report.missing_keys))
