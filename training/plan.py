@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from training.errors import SpecError
 from training.hardware import CPU_FORMATS, Format, Hardware
-from training.spec import Adapter, Hyperparameters, JobSpec, Steps
+from training.spec import Adapter, Hyperparameters, JobSpec, Optimizer, Steps
 
 GIB = 2**30
 DEFAULT_SEED = 0
@@ -93,7 +93,7 @@ class Plan(_Fact):
     warmup_steps: int
     weight_decay: float
     max_grad_norm: float
-    optimizer: Literal["adamw"]
+    optimizer: Optimizer
     max_seq_len: int
     truncation: Literal["error", "drop", "truncate"]
     train_on: Literal["assistant", "last", "all"]
@@ -145,7 +145,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         warmup_steps=_warmup_steps(asked, steps, why),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,
-        optimizer=asked.optimizer,
+        optimizer=_optimizer(spec, device),
         max_seq_len=max_seq_len,
         truncation=asked.truncation,
         train_on=asked.train_on,
@@ -210,7 +210,7 @@ def forecast_memory(
     return Memory(
         weights_bytes=(frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4,
         gradients_bytes=model.trained_parameters * 4,
-        optimizer_bytes=model.trained_parameters * 8,
+        optimizer_bytes=_optimizer_bytes(spec, model),
         activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes) + unpacked_bytes,
         logits_bytes=3 * 4 * micro_batch_size * data.longest_trained_tokens * model.vocabulary,
     )
@@ -257,6 +257,28 @@ def _precision(spec: JobSpec, hardware: Hardware, device: str, why: dict[str, st
         return "bf16"
     why["precision"] = "CPUs compute bf16 slowly" if device == "cpu" else "the GPU has no bf16"
     return "fp32"
+
+
+def _optimizer(spec: JobSpec, device: str) -> Optimizer:
+    asked = spec.hyper.optimizer
+    if asked == "paged_adamw_8bit" and device == "cpu":
+        param = f"{spec.hyperparameters_path}.optimizer"
+        message = f'{param}: a CPU has no memory to page to; it has "adamw", "adamw_8bit" and "adafactor"'
+        raise SpecError(message, param=param)
+    return asked
+
+
+def _optimizer_bytes(spec: JobSpec, model: ModelFacts) -> int:
+    """Adam's two moments, in fp32 or in 8 bits with an fp32 scale for each 256; Adafactor's rows and columns of the
+    second moment, where the narrow side of an adapter's matrix is its rank."""
+    match spec.hyper.optimizer:
+        case "adamw":
+            return model.trained_parameters * 8
+        case "adafactor":
+            narrow = spec.adapter.r if spec.adapter.is_low_rank else model.hidden_size
+            return math.ceil(model.trained_parameters * 4 / narrow)
+        case _:
+            return math.ceil(model.trained_parameters * 2 * (1 + 4 / 256))
 
 
 def _attention(spec: JobSpec, why: dict[str, str]) -> Literal["sdpa", "eager"]:

@@ -15,6 +15,8 @@ from training.errors import SpecError
 
 Auto = Literal["auto"]
 
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
+
 MAX_SEED = 2**31 - 1
 """The limit of the OpenAI API."""
 
@@ -33,7 +35,6 @@ NOT_OFFERED = {
 VALUES_NOT_OFFERED = {
     "method.type": ("dpo", "kto", "orpo", "pretrain"),
     "attention": ("flash",),
-    "optimizer": ("adamw_8bit", "paged_adamw_8bit", "adafactor"),
     "lr_scheduler": ("wsd",),
 }
 """Values of the contract that this version refuses by name, by the field's path or its last part."""
@@ -155,7 +156,8 @@ class Hyperparameters(_Part):
     weight_decay: Annotated[float, _real(0)] = 0.0
     max_grad_norm: Annotated[float, _real(0)] = 1.0
     "Gradients are clipped to this global norm; 0 turns clipping off."
-    optimizer: Literal["adamw"] = "adamw"
+    optimizer: Optimizer = "adamw"
+    "8bit: moments in 8 bits (Dettmers et al. 2022); paged: they move to the host's memory where the GPU runs full."
     max_seq_len: Annotated[int | Auto, _whole(8, auto=True)] = "auto"
     "Tokens of the longest row; auto is what the model and the data allow."
     truncation: Literal["error", "drop", "truncate"] = "truncate"
@@ -357,7 +359,7 @@ class JobSpec(_Part):
 
     @property
     def needs_bitsandbytes(self) -> bool:
-        return self.adapter.type == "qlora"
+        return self.adapter.type == "qlora" or self.hyper.optimizer.endswith("8bit")
 
     def asked(self) -> dict[str, Any]:
         """The body as it was asked, without the fields that were not given."""

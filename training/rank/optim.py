@@ -1,4 +1,5 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and the learning rate of each step."""
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), in 8 bits (Dettmers et al. 2022, arXiv:2110.02861) or not,
+Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), and the learning rate of each step."""
 
 import math
 from typing import Any
@@ -10,8 +11,20 @@ from training.plan import Plan
 
 
 def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """AdamW over what is trained."""
-    return torch.optim.AdamW(_make_groups(model, plan), lr=plan.learning_rate, fused=True)
+    groups, rate = _make_groups(model, plan), plan.learning_rate
+    match plan.optimizer:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=rate, fused=True)
+        case "adafactor":
+            from transformers import Adafactor
+
+            # The rate is the plan's, as with the others, and not made from the step and the size of the weights.
+            return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False, warmup_init=False)
+        case "adamw_8bit" | "paged_adamw_8bit":
+            import bitsandbytes
+
+            kind = bitsandbytes.optim.AdamW8bit if plan.optimizer == "adamw_8bit" else bitsandbytes.optim.PagedAdamW8bit
+            return kind(groups, lr=rate)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
