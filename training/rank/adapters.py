@@ -10,7 +10,10 @@ from training.rank.lora import add_lora, count_lora_parameters, find_layers, is_
 from training.rank.source import Source
 from training.spec import Adapter
 
-IA3_LAYERS = ("k_proj", "v_proj", "down_proj", "c_attn", "mlp.c_proj", "query_key_value", "dense_4h_to_h", "fc2", "w2")
+IA3_LAYERS = (
+    *("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"),
+    *("down_proj", "mlp.c_proj", "dense_4h_to_h", "fc2", "w2"),
+)
 """Keys, values and the second layer of the feed-forward part (Liu et al. 2022, section 3.3), as families name them."""
 
 
