@@ -13,6 +13,7 @@ from training.spec import (
     Hyperparameters,
     JobSpec,
     KtoHyperparameters,
+    Optimizer,
     PreferenceHyperparameters,
     Steps,
     SupervisedHyperparameters,
@@ -22,6 +23,11 @@ GIB = 2**30
 DEFAULT_SEED = 0
 DEFAULT_WARMUP_RATIO = 0.03
 CHECKPOINTS_ROOM_BYTES = 32 * GIB
+SMALL_ADAPTER_RATES = {
+    "ia3": (3e-3, "3e-3 for IA3 (Liu et al. 2022, section 4.1)"),
+    "prefix": (1e-2, "1e-2 for prefix tuning, as in the examples of PEFT"),
+    "prompt": (3e-2, "3e-2 for prompt tuning, as in the examples of PEFT"),
+}
 MAX_TOKENS_PER_FORWARD = 8192
 """Where a GPU is busy with rows of usual models; more rows in one pass cost memory and gain little."""
 
@@ -105,7 +111,7 @@ class Plan(_Fact):
     warmup_steps: int
     weight_decay: float
     max_grad_norm: float
-    optimizer: Literal["adamw"]
+    optimizer: Optimizer
     max_seq_len: int
     truncation: Literal["error", "drop", "truncate"]
     train_on: Literal["assistant", "last", "all"] | None
@@ -120,6 +126,7 @@ class Plan(_Fact):
     parameters: int
     trained_parameters: int
     quantised_parameters: int = 0
+    lora_plus_ratio: float = 1.0
     memory: Memory
     counts: Counts
     reasons: dict[str, str]
@@ -162,7 +169,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         warmup_steps=_warmup_steps(asked, steps, why),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,
-        optimizer=asked.optimizer,
+        optimizer=_optimizer(spec, device),
         max_seq_len=max_seq_len,
         truncation=asked.truncation,
         train_on=asked.train_on if isinstance(asked, SupervisedHyperparameters) else None,
@@ -176,6 +183,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         parameters=model.parameters,
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
+        lora_plus_ratio=spec.adapter.lora_plus_ratio,
         memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing),
         counts=data.counts,
         reasons=why,
@@ -199,6 +207,8 @@ def make_max_seq_len(
 ) -> int:
     """The longest row that is trained: what was asked, else what the model's context and the data allow."""
     asked = spec.hyper.max_seq_len
+    if context_tokens is not None:
+        context_tokens -= spec.adapter.virtual_tokens
     if asked != "auto":
         if context_tokens is not None and asked > context_tokens:
             param = f"{spec.hyperparameters_path}.max_seq_len"
@@ -240,7 +250,7 @@ def forecast_memory(
     return Memory(
         weights_bytes=(frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4,
         gradients_bytes=model.trained_parameters * 4,
-        optimizer_bytes=model.trained_parameters * 8,
+        optimizer_bytes=_optimizer_bytes(spec, model),
         activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes) + unpacked_bytes,
         logits_bytes=3 * 4 * sequences * data.longest_trained_tokens * model.vocabulary,
     )
@@ -248,8 +258,9 @@ def forecast_memory(
 
 def may_share_a_pass(adapter: Adapter) -> bool:
     """Whether rows may. In 8 bits inputs with outliers are kept in 16 bits (Dettmers et al. 2022); these are looked for
-    over all rows of a pass, so that a row would be computed otherwise beside another one."""
-    return adapter.type != "qlora" or adapter.bits == 4
+    over all rows of a pass, so that a row would be computed otherwise beside another one. A prefix or prompt stands
+    before the first row of a pass only."""
+    return adapter.virtual_tokens == 0 and (adapter.type != "qlora" or adapter.bits == 4)
 
 
 def bits_per_weight(adapter: Adapter) -> float:
@@ -286,6 +297,28 @@ def _precision(spec: JobSpec, hardware: Hardware, device: str, why: dict[str, st
         return "bf16"
     why["precision"] = "CPUs compute bf16 slowly" if device == "cpu" else "the GPU has no bf16"
     return "fp32"
+
+
+def _optimizer(spec: JobSpec, device: str) -> Optimizer:
+    asked = spec.hyper.optimizer
+    if asked == "paged_adamw_8bit" and device == "cpu":
+        param = f"{spec.hyperparameters_path}.optimizer"
+        message = f'{param}: a CPU has no memory to page to; it has "adamw", "adamw_8bit" and "adafactor"'
+        raise SpecError(message, param=param)
+    return asked
+
+
+def _optimizer_bytes(spec: JobSpec, model: ModelFacts) -> int:
+    """Adam's two moments, in fp32 or in 8 bits with an fp32 scale for each 256; Adafactor's rows and columns of the
+    second moment, where the narrow side of an adapter's matrix is its rank."""
+    match spec.hyper.optimizer:
+        case "adamw":
+            return model.trained_parameters * 8
+        case "adafactor":
+            narrow = spec.adapter.r if spec.adapter.is_low_rank else model.hidden_size
+            return math.ceil(model.trained_parameters * 4 / narrow)
+        case _:
+            return math.ceil(model.trained_parameters * 2 * (1 + 4 / 256))
 
 
 def _attention(spec: JobSpec, why: dict[str, str]) -> Literal["sdpa", "eager"]:
@@ -332,6 +365,11 @@ def _fit(
 
     smallest = _given_micro(asked, batch) or 1
     checkpointing = spec.gradient_checkpointing
+    if spec.adapter.type == "prefix":
+        if checkpointing is True:
+            param = "gradient_checkpointing"
+            raise SpecError(f"{param}: a prefix is kept in a cache, which it cannot have; set it to false", param=param)
+        checkpointing = False
     if checkpointing == "auto":
         checkpointing = not fits(smallest, False)
         why["gradient_checkpointing"] = (
@@ -340,7 +378,7 @@ def _fit(
     if given := _given_micro(asked, batch):
         return given, checkpointing
     if not may_share_a_pass(spec.adapter):
-        why["micro_batch_size"] = "in 8 bits rows of one pass would change each other"
+        why["micro_batch_size"] = "8-bit layers, prefixes and prompts take one row a pass"
         return 1, checkpointing
     if device == "cpu":
         why["micro_batch_size"] = "on a CPU row after row is fastest: nothing is padded and nothing waits"
@@ -405,6 +443,8 @@ def _learning_rate(spec: JobSpec, model: ModelFacts, why: dict[str, str]) -> flo
     if spec.adapter.is_low_rank:
         rate *= 10
         why["learning_rate"] += ", times 10 for LoRA"
+    if spec.adapter.type in SMALL_ADAPTER_RATES:
+        rate, why["learning_rate"] = SMALL_ADAPTER_RATES[spec.adapter.type]
     if asked.learning_rate_multiplier != "auto":
         rate *= asked.learning_rate_multiplier
         why["learning_rate"] += f", times the multiplier {asked.learning_rate_multiplier:g}"

@@ -14,6 +14,8 @@ from training.errors import SpecError
 
 Auto = Literal["auto"]
 
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
+
 MAX_SEED = 2**31 - 1
 """The limit of the OpenAI API."""
 
@@ -30,9 +32,7 @@ NOT_OFFERED = {
 
 VALUES_NOT_OFFERED = {
     "method.type": ("orpo",),
-    "adapter.type": ("ia3", "prefix", "prompt"),
     "attention": ("flash",),
-    "optimizer": ("adamw_8bit", "paged_adamw_8bit", "adafactor"),
     "lr_scheduler": ("wsd",),
 }
 """Values of the contract that this version refuses by name, by the field's path or its last part."""
@@ -173,7 +173,8 @@ class Hyperparameters(_Part):
     weight_decay: Annotated[float, _real(0)] = 0.0
     max_grad_norm: Annotated[float, _real(0)] = 1.0
     "Gradients are clipped to this global norm; 0 turns clipping off."
-    optimizer: Literal["adamw"] = "adamw"
+    optimizer: Optimizer = "adamw"
+    "8bit: moments in 8 bits (Dettmers et al. 2022); paged: they move to the host's memory where the GPU runs full."
     max_seq_len: Annotated[int | Auto, _whole(8, auto=True)] = "auto"
     "Tokens of the longest row; auto is what the model and the data allow."
     truncation: Literal["error", "drop", "truncate"] = "truncate"
@@ -252,6 +253,12 @@ Targets = Annotated[
 ]
 
 
+def _names(value: object) -> object:
+    if isinstance(value, list) and value and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise _wrong(f"{show(value)} is not a list of module names")
+
+
 def _bits(value: object) -> object:
     if isinstance(value, int) and value in (4, 8):
         return value
@@ -266,15 +273,29 @@ def _true_or_false(value: object) -> object:
 
 class Adapter(_Part):
     """What is trained: low-rank adapters (Hu et al. 2021, arXiv:2106.09685), over frozen weights in 4 or 8 bits where
-    the type is qlora (Dettmers et al. 2023, arXiv:2305.14314), or all weights."""
+    the type is qlora (Dettmers et al. 2023, arXiv:2305.14314); factors on what layers give (ia3, Liu et al. 2022,
+    arXiv:2205.05638); keys and values before the row in each layer (prefix, Li and Liang 2021, arXiv:2101.00190) or
+    embeddings before it (prompt, Lester et al. 2021, arXiv:2104.08691); or all weights."""
 
-    type: Literal["lora", "qlora", "full"] = "lora"
+    type: Literal["lora", "qlora", "ia3", "prefix", "prompt", "full"] = "lora"
     r: Annotated[int, _whole(1, 1024)] = 8
     "Rank of the adapter."
     alpha: Annotated[float, _real(0, above=True)] = 16.0
     "The adapter's output is scaled by alpha / r."
     dropout: Annotated[float, _real(0, 1, below=True)] = 0.0
     target_modules: Targets = "all-linear"
+    num_virtual_tokens: Annotated[int, _whole(1, 1024)] = 20
+    "How many trained places stand before the row, prefix and prompt only."
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=list[str])] = ()
+    "Modules that are trained whole beside the adapter, such as the output head."
+    use_rslora: Annotated[bool, PlainValidator(_true_or_false, json_schema_input_type=bool)] = False
+    "Scale by alpha / sqrt(r) in the place of alpha / r (Kalajdzievski 2023, arXiv:2312.03732)."
+    use_dora: Annotated[bool, PlainValidator(_true_or_false, json_schema_input_type=bool)] = False
+    "Train the length of each output's weights by itself (Liu et al. 2024, arXiv:2402.09353)."
+    init: Literal["default", "pissa"] = "default"
+    "Where the adapter begins: at zero, or at the principal part of the weights (PiSSA, Meng et al. 2024)."
+    lora_plus_ratio: Annotated[float, _real(0, above=True)] = 1.0
+    "Rate of the second matrix over that of the first; 16 in LoRA+ (Hayou et al. 2024, arXiv:2402.12354)."
     bits: Annotated[Literal[4, 8], PlainValidator(_bits, json_schema_input_type=Literal[4, 8])] = 4
     "Of a frozen weight, qlora only."
     quant_type: Literal["nf4", "fp4"] = "nf4"
@@ -287,6 +308,11 @@ class Adapter(_Part):
         for name in sorted(self.model_fields_set - {"type"}):
             if self.type not in _ADAPTER_FIELDS[name]:
                 raise _at(name, f'belongs to {_ADAPTER_FIELDS[name][0]}; leave it out with type "{self.type}"')
+        if self.init == "pissa" and (self.type == "qlora" or self.use_dora):
+            other = "qlora" if self.type == "qlora" else "use_dora"
+            raise _at(
+                "init", f'"pissa" changes the frozen weights, which {other} does not allow; leave one of the two out'
+            )
         if self.bits == 8 and (four := sorted(self.model_fields_set & {"quant_type", "double_quant"})):
             raise _at(four[0], "belongs to 4 bits; leave it out with bits 8")
         return self
@@ -295,9 +321,16 @@ class Adapter(_Part):
     def is_low_rank(self) -> bool:
         return self.type in ("lora", "qlora")
 
+    @property
+    def virtual_tokens(self) -> int:
+        return self.num_virtual_tokens if self.type in ("prefix", "prompt") else 0
+
 
 _ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("r", "alpha", "dropout", "target_modules"), ("lora", "qlora")),
+    **dict.fromkeys(("r", "alpha", "dropout", "modules_to_save"), ("lora", "qlora")),
+    "target_modules": ("lora", "qlora", "ia3"),
+    "num_virtual_tokens": ("prefix", "prompt"),
+    **dict.fromkeys(("use_rslora", "use_dora", "init", "lora_plus_ratio"), ("lora", "qlora")),
     **dict.fromkeys(("bits", "quant_type", "double_quant"), ("qlora",)),
 }
 """The types of adapter that each field belongs to."""
@@ -349,6 +382,17 @@ class Method(_Part):
         return given.hyperparameters if given else None
 
 
+def _require_base_behind(method: str, adapter: Adapter) -> None:
+    """The reference of a preference method is the base model: what is left when the adapter is switched off."""
+    if adapter.type == "full":
+        why = f"{method} compares with the base model, which a full fine-tuning changes"
+        raise _at("adapter.type", f'{why}; use an adapter, such as type "lora", which can be switched off')
+    if adapter.type not in ("lora", "qlora"):
+        raise _at("adapter.type", f'{method} is offered with "lora" and "qlora"')
+    if adapter.init == "pissa":
+        raise _at("adapter.init", f"{method} compares with the base model, which PiSSA takes apart; leave it out")
+
+
 class JobSpec(_Part):
     """A job as asked. `parse_spec` makes one; `model_dump(exclude_unset=True)` gives the asked body back."""
 
@@ -376,9 +420,8 @@ class JobSpec(_Part):
         place = f"method.{self.method.type}.hyperparameters"
         if self.hyperparameters is not None and (self.method.hyperparameters or self.method.type != "supervised"):
             raise _at("hyperparameters", f"give them in one place: {place}")
-        if self.method.type in ("dpo", "kto") and self.adapter.type == "full":
-            why = f"{self.method.type} compares with the base model, which a full fine-tuning changes"
-            raise _at("adapter.type", f'{why}; use an adapter, such as type "lora", which can be switched off')
+        if self.method.type in ("dpo", "kto"):
+            _require_base_behind(self.method.type, self.adapter)
         if self.suffix is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", self.suffix):
             raise _at("suffix", "letters, digits, dots, hyphens and underscores only: it becomes part of a model name")
         if self.hyper.early_stopping is not None and self.validation_file is None:
@@ -399,7 +442,7 @@ class JobSpec(_Part):
 
     @property
     def needs_bitsandbytes(self) -> bool:
-        return self.adapter.type == "qlora"
+        return self.adapter.type == "qlora" or self.hyper.optimizer.endswith("8bit")
 
     def asked(self) -> dict[str, Any]:
         """The body as it was asked, without the fields that were not given."""

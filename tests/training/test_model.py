@@ -178,13 +178,13 @@ def test_full_fine_tuning_counts_all(base: Path) -> None:
 
 
 @pytest.mark.parametrize("published", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_is_trained_is_fp32_and_what_is_frozen_is_in_the_compute_type(
     published: torch.dtype, precision: str, tmp_path: Path
 ) -> None:
     source = source_of(save_model(tmp_path / "base", dtype=published))
     plan = make_plan(precision=precision)
-    frozen_type = torch.bfloat16 if precision == "bf16" else torch.float32
+    frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     for adapter in (make_adapter(), make_adapter(type="full")):
         model = build_model(source, plan, adapter)
         types = {(weight.requires_grad, weight.dtype) for weight in model.parameters()}

@@ -116,7 +116,7 @@ def test_tokenizer_and_template_stand_beside_and_render_the_same(tmp_path: Path)
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("published", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_full_fine_tune_loads_with_transformers_alone(
     tied: bool, published: torch.dtype, precision: str, tmp_path: Path, live_logits: list[torch.Tensor]
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_full_fine_tune_loads_with_transformers_alone(
     run = train(tmp_path, adapter={"type": "full"}, precision=precision)
     model, report = AutoModelForCausalLM.from_pretrained(run / "model", dtype="auto", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.dtype == (published if precision == "bf16" else torch.float32)
+    assert model.dtype == (published if precision != "fp32" else torch.float32)
     assert torch.equal(logits_of(model), live_logits[-1])
     assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) is tied
     assert ("lm_head.weight" in weights_of(run / "model")) is not tied

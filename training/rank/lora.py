@@ -13,6 +13,7 @@ from training.rank.source import Source
 from training.spec import Adapter, Regex
 
 PARAM = "adapter.target_modules"
+SAVED = "adapter.modules_to_save"
 
 
 def make_targets(model: nn.Module, adapter: Adapter) -> list[str]:
@@ -23,37 +24,82 @@ def make_targets(model: nn.Module, adapter: Adapter) -> list[str]:
     Raises:
         SpecError: a name or pattern that fits no linear layer.
     """
+    chosen = find_layers(model, adapter)
+    last = {name.rpartition(".")[2] for name in chosen}
+    said_by_last = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
+    return sorted(last if said_by_last == chosen else chosen)
+
+
+def find_layers(model: nn.Module, adapter: Adapter) -> set[str]:
+    """The whole names of the layers that `target_modules` asks for; raises as `make_targets`."""
     linear = list_linear(model)
     asked = adapter.target_modules
     if asked == "all-linear":
         head = model.get_output_embeddings()
-        chosen = {name for name, module in linear.items() if module is not head}
-    elif isinstance(asked, Regex):
+        saved = set(find_saved_modules(model, adapter))
+        return {name for name, module in linear.items() if module is not head and name not in saved}
+    if isinstance(asked, Regex):
         chosen = {name for name in linear if re.fullmatch(asked.regex, name)}
         if not chosen:
             raise _no_layer(f'the pattern "{asked.regex}" fits no whole name', asked.regex, linear)
-    else:
-        chosen = set().union(*(_named(name, linear) for name in asked))
-    last = {name.rpartition(".")[2] for name in chosen}
-    said_by_last = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
-    return sorted(last if said_by_last == chosen else chosen)
+        return chosen
+    return set().union(*(_named(name, linear) for name in asked))
 
 
 def list_linear(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Also what stands in the place of one, quantised: the adapter is for the base as it was published."""
+    return isinstance(module, Conv1D) or getattr(module, "source_cls", None) is Conv1D
+
+
+def width_of(module: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    first, second = module.weight.shape
+    return (first, second) if isinstance(module, Conv1D) else (second, first)
+
+
 def count_lora_parameters(model: nn.Module, adapter: Adapter) -> int:
-    """r x (inputs + outputs), summed over the adapted layers."""
-    targets = tuple(make_targets(model, adapter))
-    adapted = [module for name, module in list_linear(model).items() if _fits(name, targets)]
-    return adapter.r * sum(sum(module.weight.shape) for module in adapted)
+    """r x (inputs + outputs) of the adapted layers, with DoRA a length for each output, and what is trained whole."""
+    linear = list_linear(model)
+    adapted = {name: linear[name] for name in find_layers(model, adapter)}
+    _check_choice(model, adapter, adapted)
+    low_rank = adapter.r * sum(sum(module.weight.shape) for module in adapted.values())
+    lengths = sum(width_of(module)[1] for module in adapted.values()) if adapter.use_dora else 0
+    saved = [model.get_submodule(name) for name in find_saved_modules(model, adapter)]
+    # By identity: tied weights are trained once.
+    whole = {weight: weight.numel() for module in saved for weight in module.parameters()}
+    return low_rank + lengths + sum(whole.values())
+
+
+def find_saved_modules(model: nn.Module, adapter: Adapter) -> list[str]:
+    """The whole names of `modules_to_save`.
+
+    Raises:
+        SpecError: a name that fits no module with weights.
+    """
+    holders = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    found: set[str] = set()
+    for asked in adapter.modules_to_save:
+        fitting = {name for name in holders if _fits(name, (asked,))}
+        if not fitting:
+            last = sorted({name.rpartition(".")[2] for name in holders if not name.rpartition(".")[2].isdigit()})
+            near = difflib.get_close_matches(asked.rpartition(".")[2], last, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"the model has {', '.join(last)}"
+            raise SpecError(f'{SAVED}: "{asked}" fits no module of the model; {hint}', param=SAVED)
+        found |= fitting
+    return sorted(found)
 
 
 def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> nn.Module:
-    """The model with adapters around it, in fp32. Their second matrix is zero: the output is still the base's."""
+    """The model with adapters around it, in fp32. Their second matrix is zero, or what they add was taken out of the
+    weights: the output is still the base's."""
     from peft import LoraConfig, get_peft_model
 
+    saved = find_saved_modules(model, adapter)
+    tied = model.config.get_text_config().tie_word_embeddings
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=source.name,
@@ -62,17 +108,42 @@ def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> n
         lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=make_targets(model, adapter),
-        fan_in_fan_out=any(_is_conv1d(module) for module in model.modules()),
+        modules_to_save=saved or None,
+        ensure_weight_tying=tied and any(_is_embedding(model, name) for name in saved),
+        use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
+        init_lora_weights="pissa" if adapter.init == "pissa" else True,
+        fan_in_fan_out=any(is_conv1d(module) for module in model.modules()),
     )
     torch.manual_seed(seed)
     adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     config.base_model_name_or_path = source.name
+    for weight in adapted.parameters():
+        if weight.requires_grad:  # modules trained whole are copied in the type of the frozen ones
+            weight.data = weight.data.float()
     return adapted
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """Also what stands in the place of one, quantised: the adapter is for the base as it was published."""
-    return isinstance(module, Conv1D) or getattr(module, "source_cls", None) is Conv1D
+def _check_choice(model: nn.Module, adapter: Adapter, adapted: dict[str, Any]) -> None:
+    """Raises SpecError where options do not go together on this model."""
+    saved = find_saved_modules(model, adapter)
+    both = sorted(set(saved) & set(adapted))
+    if both:
+        raise SpecError(f"{SAVED}: {both[0]} stands in target_modules as well; leave it out of one", param=SAVED)
+    head = model.get_output_embeddings()
+    quantised = {name for name, module in list_linear(model).items() if module is not head}
+    inside = [name for name in saved for layer in quantised if layer == name or layer.startswith(f"{name}.")]
+    if adapter.type == "qlora" and inside:
+        message = f"{SAVED}: {inside[0]} is quantised and cannot be trained whole; name it in target_modules"
+        raise SpecError(message, param=SAVED)
+    narrowest = min(min(module.weight.shape) for module in adapted.values())
+    if adapter.init == "pissa" and adapter.r > narrowest:
+        message = f"adapter.r: {adapter.r} is more than PiSSA can take from a layer of width {narrowest}"
+        raise SpecError(message, param="adapter.r")
+
+
+def _is_embedding(model: nn.Module, name: str) -> bool:
+    return model.get_submodule(name) in (model.get_input_embeddings(), model.get_output_embeddings())
 
 
 def _named(name: str, linear: dict[str, Any]) -> set[str]:

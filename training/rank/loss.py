@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from training.rank.adapters import prompt_tokens
 from training.rank.model import forward_names, get_base
 from training.rank.order import cut
 from training.rank.sieve import Example
@@ -82,11 +83,12 @@ def log_probabilities(model: nn.Module, examples: Sequence[Example], rows_per_pa
 def compute_logits(model: nn.Module, batch: Batch) -> Tensor:
     """(trained tokens, vocabulary)."""
     taken = forward_names(type(get_base(model)))
-    arguments = {"logits_to_keep": batch.kept, "position_ids": batch.position_ids}
+    kept = batch.kept + prompt_tokens(model)
+    arguments = {"logits_to_keep": kept, "position_ids": batch.position_ids}
     arguments = {name: value for name, value in arguments.items() if name in taken and value is not None}
     logits: Tensor = model(input_ids=batch.input_ids, use_cache=False, **arguments).logits[0]
     # A model that does not know which places are wanted has computed them all.
-    return logits if len(logits) == len(batch.kept) else logits[batch.kept]
+    return logits if len(logits) == len(kept) else logits[kept]
 
 
 @torch.no_grad()

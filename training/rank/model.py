@@ -10,7 +10,8 @@ from torch import nn
 
 from training.errors import ModelError, SpecError
 from training.plan import ModelFacts, Plan
-from training.rank.lora import add_lora, count_lora_parameters
+from training.rank.adapters import add_adapter, count_trained
+from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
 from training.spec import Adapter
@@ -68,7 +69,7 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         parameters=parameters,
-        trained_parameters=parameters if adapter.type == "full" else count_lora_parameters(model, adapter),
+        trained_parameters=count_trained(model, adapter),
         quantised_parameters=count_quantised(model) if adapter.type == "qlora" else 0,
         context_tokens=context_tokens(config),
     )
@@ -95,7 +96,9 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
     if full:
         _own_weights(model)
     else:
-        model = add_lora(model, adapter, source, plan.seed)
+        model = add_adapter(model, adapter, source, plan.seed)
+        if adapter.init == "pissa":
+            remember_start(model)
     if plan.gradient_checkpointing:
         _checkpoint_activations(model)
     return model.train()

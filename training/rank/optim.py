@@ -1,6 +1,8 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and the learning rate of each step."""
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), in 8 bits (Dettmers et al. 2022, arXiv:2110.02861) or not,
+Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), and the learning rate of each step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,13 +11,25 @@ from training.plan import Plan
 
 
 def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """AdamW over what is trained. Weight decay is for matrices; norms and biases have a scale of their own to keep."""
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [
-        {"params": [weight for weight in trained if weight.ndim >= 2], "weight_decay": plan.weight_decay},
-        {"params": [weight for weight in trained if weight.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=plan.learning_rate, fused=True)
+    groups, rate = _make_groups(model, plan), plan.learning_rate
+    match plan.optimizer:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=rate, fused=True)
+        case "adafactor":
+            from transformers import Adafactor
+
+            # The rate is the plan's, as with the others, and not made from the step and the size of the weights.
+            return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False, warmup_init=False)
+        case "adamw_8bit" | "paged_adamw_8bit":
+            import bitsandbytes
+
+            kind = bitsandbytes.optim.AdamW8bit if plan.optimizer == "adamw_8bit" else bitsandbytes.optim.PagedAdamW8bit
+            return kind(groups, lr=rate)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["rate_factor"]
 
 
 def learning_rate_at(step: int, plan: Plan) -> float:
@@ -29,3 +43,17 @@ def learning_rate_at(step: int, plan: Plan) -> float:
     done = (step - 1 - plan.warmup_steps) / (plan.steps - plan.warmup_steps)
     factors = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
     return plan.learning_rate * factors[plan.lr_scheduler]
+
+
+def _make_groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
+    """Weight decay is for matrices; norms and biases have a scale of their own to keep. The second matrices of adapters
+    have their own rate (LoRA+)."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            decay = plan.weight_decay if weight.ndim >= 2 else 0.0
+            factor = plan.lora_plus_ratio if ".lora_B." in name else 1.0
+            groups.setdefault((decay, factor), []).append(weight)
+    return [
+        {"params": weights, "weight_decay": decay, "rate_factor": factor} for (decay, factor), weights in groups.items()
+    ]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from training.plan import Plan
 from training.rank.loss_scale import LossScale
 from training.rank.model import DTYPES
-from training.rank.optim import build_optimizer
+from training.rank.optim import build_optimizer, set_rate
 
 
 class Parallel(Protocol):
@@ -74,8 +74,7 @@ class SingleDevice:
         return norm
 
     def step(self, learning_rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rate(self._optimizer, learning_rate)
         self._optimizer.step()
         if self.loss_scale is not None:
             self.loss_scale.count_good_step()

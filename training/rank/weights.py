@@ -10,6 +10,7 @@ from torch import nn
 
 from training.errors import TrainingError
 from training.rank.model import get_base
+from training.rank.pissa import as_plain_lora, is_pissa, trained_part
 from training.rank.source import Source
 from training.rundir import write_json
 
@@ -45,8 +46,13 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     """Put the adapter of a checkpoint into a model that was made for it."""
     from peft import set_peft_model_state_dict
 
-    report = set_peft_model_state_dict(model, load_file(folder / ADAPTER_WEIGHTS))
-    missing = [name for name in report.missing_keys if "lora_" in name]
+    saved = load_file(folder / ADAPTER_WEIGHTS)
+    if model.peft_config["default"].is_prompt_learning:
+        set_peft_model_state_dict(model, saved)  # one tensor, whose shape it checks
+        return
+    report = set_peft_model_state_dict(model, trained_part(model, saved) if is_pissa(model) else saved)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    missing = sorted(trained.intersection(report.missing_keys))
     if missing or report.unexpected_keys:
         raise TrainingError(f"{folder}: the adapter does not fit the model: {(missing or report.unexpected_keys)[:3]}")
 
@@ -55,9 +61,12 @@ def _save_adapter(model: nn.Module, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    state = {name: weight.detach().cpu().contiguous() for name, weight in state.items()}
-    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = {**model.peft_config["default"].to_dict(), "inference_mode": True}
+    if is_pissa(model):
+        state, config = as_plain_lora(model, state, config)
+    # Copies: tied weights stand under both their names.
+    state = {name: weight.detach().cpu().clone(memory_format=torch.contiguous_format) for name, weight in state.items()}
+    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     # Sets have no order of their own: the same run is to give the same bytes.
     config = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
     write_json(folder / "adapter_config.json", config)

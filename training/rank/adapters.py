@@ -1,0 +1,98 @@
+"""Which kind of adapter a job has, through peft; lora.py has the low-rank ones, here are the smaller ones."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.errors import SpecError
+from training.rank.lora import add_lora, count_lora_parameters, find_layers, is_conv1d, list_linear, width_of
+from training.rank.source import Source
+from training.spec import Adapter
+
+IA3_LAYERS = (
+    *("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"),
+    *("down_proj", "mlp.c_proj", "dense_4h_to_h", "fc2", "w2"),
+)
+"""Keys, values and the second layer of the feed-forward part (Liu et al. 2022, section 3.3), as families name them."""
+
+
+def count_trained(model: nn.Module, adapter: Adapter) -> int:
+    """What would be trained of a model; counted without peft.
+
+    Raises:
+        SpecError: an option that does not fit the model.
+    """
+    text = model.config.get_text_config()
+    match adapter.type:
+        case "full":
+            return sum(weight.numel() for weight in model.parameters())
+        case "ia3":
+            linear = list_linear(model)
+            layers = _ia3_layers(model, adapter)
+            return sum(width_of(linear[name])[0 if inner else 1] for name, inner in layers.items())
+        case "prompt":
+            return adapter.num_virtual_tokens * model.get_input_embeddings().weight.shape[1]
+        case "prefix":
+            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            width = heads * (text.hidden_size // text.num_attention_heads)
+            return adapter.num_virtual_tokens * text.num_hidden_layers * 2 * width
+        case _:
+            return count_lora_parameters(model, adapter)
+
+
+def add_adapter(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> nn.Module:
+    """The model with what is trained around it, in fp32."""
+    from peft import get_peft_model
+
+    if adapter.is_low_rank:
+        return add_lora(model, adapter, source, seed)
+    config = _make_config(model, adapter)
+    torch.manual_seed(seed)
+    adapted = get_peft_model(model, config)
+    config.base_model_name_or_path, config.revision = source.name, source.revision
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    return adapted
+
+
+def prompt_tokens(model: nn.Module) -> int:
+    """How many places a trained prompt takes in the sequence that the model gives logits for."""
+    config = getattr(model, "peft_config", {}).get("default")
+    return config.num_virtual_tokens if config is not None and config.peft_type == "PROMPT_TUNING" else 0
+
+
+def _make_config(model: nn.Module, adapter: Adapter) -> Any:
+    from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
+
+    if adapter.type == "prefix":
+        return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.num_virtual_tokens)
+    if adapter.type == "prompt":
+        # Embeddings of words drawn from the vocabulary: random ones have another scale than the model knows.
+        return PromptTuningConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=adapter.num_virtual_tokens, prompt_tuning_init="SAMPLE_VOCAB"
+        )
+    layers = _ia3_layers(model, adapter)
+    return IA3Config(
+        task_type="CAUSAL_LM",
+        target_modules=sorted(layers),
+        feedforward_modules=sorted(name for name, inner in layers.items() if inner),
+        fan_in_fan_out=any(is_conv1d(module) for module in model.modules()),
+    )
+
+
+def _ia3_layers(model: nn.Module, adapter: Adapter) -> dict[str, bool]:
+    """The adapted layers; whether each takes the inside of the feed-forward part, which is scaled before it."""
+    linear = list_linear(model)
+    if "target_modules" in adapter.model_fields_set:
+        chosen = find_layers(model, adapter)
+    else:
+        chosen = {name for name in linear if name.endswith(tuple(f".{last}" for last in IA3_LAYERS))}
+    if not chosen:
+        last = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        param = "adapter.target_modules"
+        message = f"{param}: which layers IA3 adapts is not known for {model.config.model_type}; name some of {last}"
+        raise SpecError(message, param=param)
+    hidden = model.config.get_text_config().hidden_size
+    return {name: width_of(linear[name])[0] > hidden == width_of(linear[name])[1] for name in chosen}
