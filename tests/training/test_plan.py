@@ -30,7 +30,8 @@ def plan_for(
 ) -> Plan:
     spec = parse_spec({"model": "m", "training_file": "f", "hyperparameters": hyper or {}, **more})
     data = DataFacts(
-        counts=Counts(rows=rows, trained_rows=rows), longest_tokens=longest, longest_trained_tokens=longest // 2,
+        counts=Counts(rows=rows, trained_rows=rows), examples=rows,
+        longest_tokens=longest, longest_trained_tokens=longest // 2,
         tokens=rows * longest, trained_tokens=rows * longest // 2, validation_rows=validation_rows,
     )  # fmt: skip
     return make_plan(spec, hardware, model, data)

@@ -25,7 +25,12 @@ MODEL = ModelFacts(
     trained_parameters=100, context_tokens=256,
 )  # fmt: skip
 DATA = DataFacts(
-    counts=Counts(rows=8, trained_rows=8), longest_tokens=64, longest_trained_tokens=8, tokens=512, trained_tokens=64
+    counts=Counts(rows=8, trained_rows=8),
+    examples=8,
+    longest_tokens=64,
+    longest_trained_tokens=8,
+    tokens=512,
+    trained_tokens=64,
 )
 
 
