@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from training.errors import SpecError
 from training.hardware import Hardware
-from training.spec import EarlyStopping, Hyperparameters, JobSpec, Steps
+from training.spec import EarlyStopping, Hyperparameters, JobSpec, Stability, Steps
 
 GIB = 2**30
 DEFAULT_SEED = 0
@@ -96,6 +96,7 @@ class Plan(_Fact):
     save_steps: int
     save_total_limit: int
     early_stopping: EarlyStopping | None = None
+    stability: Stability = Stability()
     precision: Literal["fp32", "bf16"]
     gradient_checkpointing: bool
     attention: Literal["sdpa", "eager"]
@@ -147,6 +148,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         save_steps=_every("save_steps", asked.save_steps, steps, why),
         save_total_limit=_save_total_limit(asked, model, why),
         early_stopping=asked.early_stopping,
+        stability=spec.stability,
         precision=precision,
         gradient_checkpointing=checkpointing,
         attention=_attention(spec, why),

@@ -23,7 +23,6 @@ NOT_OFFERED = {
     "deepspeed": "a DeepSpeed config is not offered yet; leave the field out",
     "parallelism": "training on several devices is not offered yet; leave the field out",
     "resume_from": "going on from an earlier job is not offered yet; leave the field out",
-    "stability": "other policies than stopping on a loss that is not finite are not offered yet; leave the field out",
     "validation_split": "splitting the training file is not offered yet; upload a validation_file instead",
     "packing": "packing is not offered yet; leave the field out (no padding is computed either way)",
 }
@@ -246,6 +245,18 @@ class Adapter(_Part):
         return self
 
 
+class Stability(_Part):
+    """What happens when a step goes wrong: the run ends, the step changes no weights, or the run goes back to its last
+    checkpoint with half the learning rate."""
+
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    "Where the loss or the gradient is not finite."
+    on_spike: Literal["report", "stop", "skip", "rollback"] = "report"
+    "Where the loss is far above those of the steps before."
+    spike_factor: Annotated[float, _real(1)] = 10.0
+    "How far: in standard deviations above the median, both estimated robustly from the last 50 steps."
+
+
 class Resources(_Part):
     gpus: Annotated[int | Auto, _whole(0, auto=True)] = "auto"
     "GPUs of the job; auto is one where the host has GPUs, else the CPU. 0 asks for the CPU."
@@ -283,6 +294,7 @@ class JobSpec(_Part):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     gradient_checkpointing: Switch = "auto"
     attention: Literal["auto", "sdpa", "eager"] = "auto"
+    stability: Stability = Stability()
     resources: Resources = Resources()
 
     @model_validator(mode="after")
@@ -412,6 +424,7 @@ def _fields_at(path: tuple[str | int, ...]) -> list[str]:
         "hyperparameters": Hyperparameters,
         "early_stopping": EarlyStopping,
         "adapter": Adapter,
+        "stability": Stability,
         "resources": Resources,
     }
     return list(kinds[str(path[-1])].model_fields if path else JobSpec.model_fields)

@@ -9,6 +9,7 @@ from store import artifacts
 from store.attempts import RunInput
 from store.base_models import BaseModel, find_model
 from training.errors import BurnishError, Fault
+from training.retention import find_needed
 from training.rundir import MANIFEST, RunDir, checkpoint_name, file_sha256, step_of, verify, write_json
 
 log = logging.getLogger(__name__)
@@ -61,17 +62,16 @@ def _fetch_checkpoint(run: RunDir, inputs: RunInput) -> None:
         if here is not None and step_of(here) >= step:
             return
         if _download_checkpoint(run, step, prefix, manifest):
-            _fetch_best(run, inputs, manifest)
+            _fetch_needed(run, inputs, manifest)
             return
         log.warning("checkpoint %s is damaged in the object store; the one before it is tried", prefix)
 
 
-def _fetch_best(run: RunDir, inputs: RunInput, newest: dict[str, Any]) -> None:
-    """With early stopping the result may be made of an earlier checkpoint. One that does not arrive is missed, and
-    told, by the run itself."""
-    best = newest.get("progress", {}).get("best_step")
+def _fetch_needed(run: RunDir, inputs: RunInput, newest: dict[str, Any]) -> None:
+    """Earlier checkpoints that the run may come back to. One that does not arrive is missed by the run itself."""
+    needed = find_needed(newest.get("progress", {}))
     for step, prefix, manifest in inputs.checkpoints:
-        if step == best and not (run.checkpoints / checkpoint_name(step)).exists():
+        if step in needed and not (run.checkpoints / checkpoint_name(step)).exists():
             _download_checkpoint(run, step, prefix, manifest)
 
 

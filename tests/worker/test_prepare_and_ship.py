@@ -105,11 +105,11 @@ def test_of_a_damaged_or_missing_checkpoint_the_one_before_is_taken(tmp_path: Pa
     assert not list(run.checkpoints.glob(".*")), "nothing half done is left"
 
 
-def test_with_the_newest_comes_the_best_of_early_stopping(tmp_path: Path, run: RunDir) -> None:
-    newest = store_checkpoint(tmp_path, 8, best_step=4)
+def test_with_the_newest_come_those_that_the_run_may_come_back_to(tmp_path: Path, run: RunDir) -> None:
+    newest = store_checkpoint(tmp_path, 8, best_step=4, way_back_step=2)
     others = [store_checkpoint(tmp_path, step) for step in (6, 4, 2)]
     prepare_run(run, make_input(store_file(tmp_path, b"rows"), newest, *others))
-    assert [path.name for path in run.list_checkpoints()] == [checkpoint_name(4), checkpoint_name(8)]
+    assert [path.name for path in run.list_checkpoints()] == [checkpoint_name(step) for step in (2, 4, 8)]
 
 
 def test_the_bytes_of_a_checkpoint_go_after_its_row_and_what_has_no_row_goes_too(tmp_path: Path, run: RunDir) -> None:
