@@ -12,6 +12,7 @@ from training.spec import EarlyStopping, Hyperparameters, JobSpec, Stability, St
 GIB = 2**30
 DEFAULT_SEED = 0
 DEFAULT_WARMUP_RATIO = 0.03
+DEFAULT_DECAY_RATIO = 0.2
 CHECKPOINTS_ROOM_BYTES = 32 * GIB
 MAX_TOKENS_PER_FORWARD = 8192
 """Where a GPU is busy with rows of usual models; more rows in one pass cost memory and gain little."""
@@ -83,8 +84,10 @@ class Plan(_Fact):
     micro_batch_size: int
     gradient_accumulation_steps: int
     learning_rate: float
-    lr_scheduler: Literal["cosine", "linear", "constant"]
+    lr_scheduler: Literal["cosine", "linear", "constant", "wsd"]
     warmup_steps: int
+    decay_steps: int = 0
+    "Of wsd: the steps at the end in which the rate falls."
     weight_decay: float
     max_grad_norm: float
     optimizer: Literal["adamw"]
@@ -138,6 +141,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         learning_rate=_learning_rate(spec, model, why),
         lr_scheduler=asked.lr_scheduler,
         warmup_steps=_warmup_steps(asked, steps, why),
+        decay_steps=_decay_steps(asked, steps, why),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,
         optimizer=asked.optimizer,
@@ -353,6 +357,16 @@ def _warmup_steps(asked: Hyperparameters, steps: int, why: dict[str, str]) -> in
     if asked.warmup_ratio is None:
         why["warmup_steps"] = "3% of the run (QLoRA, Dettmers et al. 2023, appendix B)"
     return math.ceil(ratio * steps)
+
+
+def _decay_steps(asked: Hyperparameters, steps: int, why: dict[str, str]) -> int:
+    """What the warm-up leaves of the share that was asked for."""
+    if asked.lr_scheduler != "wsd":
+        return 0
+    if asked.decay_ratio is None:
+        why["decay_steps"] = "the last 20% of the run (Haegele et al. 2024)"
+    ratio = DEFAULT_DECAY_RATIO if asked.decay_ratio is None else asked.decay_ratio
+    return min(math.ceil(round(ratio * steps, 6)), steps - _warmup_steps(asked, steps, {}))
 
 
 def _every(name: str, asked: Steps, steps: int, why: dict[str, str]) -> int:

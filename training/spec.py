@@ -34,7 +34,6 @@ VALUES_NOT_OFFERED = {
     "precision": ("fp16",),
     "attention": ("flash",),
     "optimizer": ("adamw_8bit", "paged_adamw_8bit", "adafactor"),
-    "lr_scheduler": ("wsd",),
 }
 """Values of the contract that this version refuses by name, by the field's path or its last part."""
 
@@ -155,8 +154,10 @@ class Hyperparameters(_Part):
     "The peak rate."
     learning_rate_multiplier: Annotated[float | Auto, _real(0, above=True, auto=True)] = "auto"
     "Times the automatic rate, in the place of learning_rate."
-    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
-    "How the rate falls after the warm-up."
+    lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    "How the rate falls after the warm-up; wsd keeps the peak and falls at the end only."
+    decay_ratio: Annotated[float | None, _real(0, 1)] = None
+    "Of wsd: the share of the run in which the rate falls; 0.2 where it is not given."
     warmup_ratio: Annotated[float | None, _real(0, 1, below=True)] = None
     "Share of the run in which the rate rises; 0.03 where neither this nor warmup_steps is given."
     warmup_steps: Annotated[int | None, _whole(0)] = None
@@ -183,6 +184,8 @@ class Hyperparameters(_Part):
         _not_together(self, "n_epochs", "max_steps")
         _not_together(self, "learning_rate", "learning_rate_multiplier")
         _not_together(self, "warmup_ratio", "warmup_steps")
+        if self.decay_ratio is not None and self.lr_scheduler != "wsd":
+            raise _at("decay_ratio", f'belongs to lr_scheduler "wsd"; leave it out with "{self.lr_scheduler}"')
         batch, micro, cuts = self.batch_size, self.micro_batch_size, self.gradient_accumulation_steps
         if isinstance(micro, int) and isinstance(batch, int) and batch % micro:
             raise _at("micro_batch_size", f"{micro} does not divide batch_size {batch}")
