@@ -1,6 +1,5 @@
 """Starts a run as a process of its own and follows it; what is trained is not known here, and torch is not loaded."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from training.errors import SpecError
 from training.events import Event, read_events
+from training.extending import require_same_run
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
-from training.spec import load_spec
+from training.spec import load_spec, parse_spec
 
 POLL_S = 0.2
 KEPT = {
@@ -63,17 +62,15 @@ def make_environment(
 
 
 def write_spec(spec_file: Path, run_dir: RunDir) -> None:
-    """Check a spec and put it into the run directory, its paths made absolute.
+    """Check a spec and put it into the run directory, its paths made absolute. A longer one of the same run extends it.
 
     Raises:
         SpecError: the spec is wrong, or the directory holds checkpoints of another one.
     """
     asked = _read_spec(spec_file)
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    if run_dir.list_checkpoints() and run_dir.spec.exists() and json.loads(run_dir.spec.read_bytes()) != asked:
-        raise SpecError(
-            f"{run_dir.path} holds checkpoints of another spec; choose another run directory", code="other_run"
-        )
+    if run_dir.list_checkpoints() and run_dir.spec.exists():
+        require_same_run(load_spec(run_dir.spec), parse_spec(asked), str(run_dir.path))
     write_json(run_dir.spec, asked)
 
 

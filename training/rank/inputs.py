@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import DataError
+from training.extending import make_lasting
 from training.plan import DataFacts, make_max_seq_len
 from training.rank.data import Prepared, prepare
 from training.rank.loss import count_tokens, count_trained
@@ -15,8 +16,8 @@ from training.rank.source import Source, find_source
 from training.rundir import file_sha256
 from training.spec import JobSpec
 
-NO_INFLUENCE = {"model", "training_file", "validation_file", "suffix", "metadata", "resources"}
-"""Fields that do not change what is trained; of files and model the content counts, not where they lie."""
+PATHS = {"model", "training_file", "validation_file"}
+"""Of these the content counts, not where they lie."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def make_fingerprint(inputs: Inputs) -> str:
     spec = inputs.spec
     files = [spec.training_file, *([spec.validation_file] if spec.validation_file else [])]
     parts = [
-        {name: value for name, value in spec.asked().items() if name not in NO_INFLUENCE},
+        {name: value for name, value in make_lasting(spec).items() if name not in PATHS},
         inputs.source.digest,
         [file_sha256(Path(file)) for file in files],
     ]

@@ -15,6 +15,7 @@ import torch
 
 from training.errors import CapacityError
 from training.events import EventLog
+from training.extending import require_target
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan
 from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress, load_weights
@@ -127,6 +128,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     if found:
         checkpoints.require_own(found)
         load_progress(found, this.progress)
+        require_target(inputs.spec, plan.steps, this.progress.step)
         _find_best(this)
     _set_up_device(plan)
     _seed(plan.seed)
