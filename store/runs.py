@@ -14,6 +14,7 @@ from store.errors import InvalidRequestError
 from store.events import append_event
 from store.models import Artifact, Attempt, Checkpoint, Job, Metric
 from store.pages import Page, read_page
+from store.starts import list_waited_for
 from store.status import JobStatus
 from training.events import Event
 from training.retention import choose_expired, find_needed
@@ -88,10 +89,13 @@ def expire_checkpoints(session: Session, job_id: str, number: int) -> list[str]:
     """Delete the rows of checkpoints beyond the plan's `save_total_limit`; the object prefixes of those that are left.
     The bytes go once this is committed: a row always has its bytes."""
     job, _ = lock_current(session, job_id, number)
-    rows = {row.step: row for row in session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id))}
+    query = select(Checkpoint).where(Checkpoint.job_id == job_id).with_for_update()
+    rows = {row.step: row for row in session.scalars(query)}
     # The plan of an older version has no limit.
     limit = (job.plan or {}).get("save_total_limit", len(rows))
     needed = find_needed(rows[max(rows)].manifest.get("progress", {})) if rows else set()
+    waited_for = list_waited_for(session, [row.id for row in rows.values()])
+    needed |= {step for step, row in rows.items() if row.id in waited_for}
     for step in choose_expired({step: row.metrics.get("eval_loss") for step, row in rows.items()}, limit, needed):
         session.delete(rows.pop(step))
     return [row.object_prefix for row in rows.values()]

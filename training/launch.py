@@ -184,7 +184,7 @@ def _tell_death(code: int, run_dir: RunDir) -> None:
 def _read_spec(spec_file: Path) -> dict[str, Any]:
     """The checked body, with absolute paths: the run directory may be gone on with from anywhere."""
     asked = load_spec(spec_file).asked()
-    for name in ("model", "training_file", "validation_file"):
+    for name in ("model", "training_file", "validation_file", "resume_from"):
         if asked.get(name) and (path := Path(asked[name]).expanduser()).exists():
             asked[name] = str(path.resolve())
     return asked

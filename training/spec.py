@@ -22,7 +22,6 @@ NOT_OFFERED = {
     "integrations": "integrations are not offered yet; leave the field out",
     "deepspeed": "a DeepSpeed config is not offered yet; leave the field out",
     "parallelism": "training on several devices is not offered yet; leave the field out",
-    "resume_from": "going on from an earlier job is not offered yet; leave the field out",
     "validation_split": "splitting the training file is not offered yet; upload a validation_file instead",
     "packing": "packing is not offered yet; leave the field out (no padding is computed either way)",
 }
@@ -285,6 +284,8 @@ class JobSpec(_Part):
     model: Annotated[str, Field(min_length=1, max_length=512)]
     training_file: Annotated[str, Field(min_length=1, max_length=4096)]
     validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    resume_from: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    "A checkpoint or the result of an earlier job, whose weights this one starts with."
     suffix: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     seed: Annotated[int | None, _whole(0, MAX_SEED)] = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(

@@ -13,10 +13,11 @@ from training.rank.data import Prepared, prepare
 from training.rank.loss import count_tokens, count_trained
 from training.rank.model import context_tokens, load_config, load_tokenizer
 from training.rank.source import Source, find_source
+from training.rank.start import Start, find_start
 from training.rundir import file_sha256
 from training.spec import JobSpec
 
-PATHS = {"model", "training_file", "validation_file"}
+PATHS = {"model", "training_file", "validation_file", "resume_from"}
 """Of these the content counts, not where they lie."""
 
 
@@ -28,6 +29,7 @@ class Inputs:
     tokenizer: Any
     training: Prepared
     validation: Prepared | None
+    start: Start | None
 
 
 def load_inputs(spec: JobSpec, *, base_name: str | None = None, weights: bool) -> Inputs:
@@ -35,12 +37,13 @@ def load_inputs(spec: JobSpec, *, base_name: str | None = None, weights: bool) -
     source = find_source(spec.model, weights=weights)
     source = replace(source, name=base_name) if base_name is not None else source
     config, tokenizer = load_config(source), load_tokenizer(source)
+    start = find_start(spec, source)
     limit = make_max_seq_len(spec, context_tokens(config))
     training = _prepare(spec, "training_file", spec.training_file, tokenizer, limit)
     validation = None
     if spec.validation_file is not None:
         validation = _prepare(spec, "validation_file", spec.validation_file, tokenizer, limit)
-    return Inputs(spec, source, config, tokenizer, training, validation)
+    return Inputs(spec, source, config, tokenizer, training, validation, start)
 
 
 def make_data_facts(inputs: Inputs) -> DataFacts:
@@ -63,6 +66,7 @@ def make_fingerprint(inputs: Inputs) -> str:
         {name: value for name, value in make_lasting(spec).items() if name not in PATHS},
         inputs.source.digest,
         [file_sha256(Path(file)) for file in files],
+        *([inputs.start.digest] if inputs.start else []),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -27,6 +27,7 @@ from training.rank.loop import Run, train
 from training.rank.loss import keeps_rows_apart
 from training.rank.model import base_dtype, build_model, cast_weights, make_facts
 from training.rank.parallel import SingleDevice
+from training.rank.start import load_start
 from training.rank.stop import Stop
 from training.rank.weights import save_weights, weights_name
 from training.rundir import (
@@ -134,7 +135,10 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     _seed(plan.seed)
     adapter = inputs.spec.adapter
     weights = found / "model" if found and adapter.type == "full" else None
-    parallel = SingleDevice(build_model(inputs.source, plan, adapter, weights), plan)
+    model = build_model(inputs.source, plan, adapter, weights)
+    if inputs.start and not found:
+        load_start(inputs.start, model, inputs.source)
+    parallel = SingleDevice(model, plan)
     if found:
         load_checkpoint(found, parallel)
     return Run(

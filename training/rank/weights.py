@@ -14,6 +14,8 @@ from training.rank.source import Source
 from training.rundir import write_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_DIGEST = "base_digest"
+"""In the metadata of an adapter's weights: the base model that they belong to."""
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -33,7 +35,7 @@ def save_weights(model: nn.Module, tokenizer: Any, source: Source, folder: Path)
     _require_finite(model)
     folder.mkdir(parents=True)
     if is_adapted(model):
-        _save_adapter(model, folder)
+        _save_adapter(model, source, folder)
     else:
         _save_model(model, source, folder)
     tokenizer.save_pretrained(folder)
@@ -51,16 +53,19 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         raise TrainingError(f"{folder}: the adapter does not fit the model: {(missing or report.unexpected_keys)[:3]}")
 
 
-def _save_adapter(model: nn.Module, folder: Path) -> None:
+def make_adapter_config(model: nn.Module) -> dict[str, Any]:
+    config = {**model.peft_config["default"].to_dict(), "inference_mode": True}
+    # Sets have no order of their own: the same run is to give the same bytes.
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+
+
+def _save_adapter(model: nn.Module, source: Source, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     state = {name: weight.detach().cpu().contiguous() for name, weight in state.items()}
-    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = {**model.peft_config["default"].to_dict(), "inference_mode": True}
-    # Sets have no order of their own: the same run is to give the same bytes.
-    config = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
-    write_json(folder / "adapter_config.json", config)
+    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE_DIGEST: source.digest})
+    write_json(folder / "adapter_config.json", make_adapter_config(model))
 
 
 def _save_model(model: nn.Module, source: Source, folder: Path) -> None:
