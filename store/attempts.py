@@ -1,6 +1,6 @@
 """Attempts: claimed once, trusted under a lease, ended once. Every write of a worker goes through `lock_current`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ from store.events import append_event, switch_status
 from store.models import Attempt, Checkpoint, File, Job, Project
 from store.outbox import CONTROL_QUEUE, PLACE_JOBS, append_message
 from store.settings import get_settings
+from store.starts import find_start
 from store.status import AttemptStatus, EndReason, JobStatus
 
 MAX_BACKOFF_S = 60
@@ -29,6 +30,8 @@ class RunInput:
     "training_file, validation_file -> object key, sha256."
     checkpoints: list[tuple[int, str, dict[str, Any]]]
     "Step, object prefix, manifest; newest first."
+    start: dict[str, tuple[str, str]] = field(default_factory=dict)
+    "The weights of `resume_from`: path -> object key, sha256."
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,14 @@ def load_run(session: Session, job_id: str, number: int) -> RunInput:
     asked = {"training_file": job.training_file, "validation_file": job.validation_file}
     files = {name: session.get_one(File, file_id) for name, file_id in asked.items() if file_id is not None}
     query = select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc())
+    asked_start = job.spec.get("resume_from")
     return RunInput(
         spec={**job.spec, "seed": job.seed},
         gpus=list(attempt.gpus),
         last_seq=attempt.last_seq,
         files={name: (file.object_key, file.sha256) for name, file in files.items()},
         checkpoints=[(c.step, c.object_prefix, c.manifest) for c in session.scalars(query)],
+        start=find_start(session, job.project_id, asked_start).files if asked_start else {},
     )
 
 

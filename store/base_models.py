@@ -86,7 +86,10 @@ def find_model(name: str) -> BaseModel:
     if name in models:
         return models[name]
     if name.startswith("ft:"):
-        message = "model: training a fine-tuned model further is not offered yet; name a base model"
+        message = (
+            "model: training on top of a fine-tuned model is not offered yet; to go on with its weights, name its base "
+            "model here and the fine-tuned one in resume_from"
+        )
         raise InvalidRequestError(message, param="model", code="not_offered")
     if get_settings().allow_hub and HUB_ID.fullmatch(name):
         return BaseModel(name, name)

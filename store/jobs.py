@@ -16,6 +16,7 @@ from store.models import Attempt, File, Job
 from store.outbox import CONTROL_QUEUE, PLACE_JOBS, append_message
 from store.pages import Page, read_page
 from store.placement import can_ever_hold
+from store.starts import check_start
 from store.status import AttemptStatus, JobStatus
 from training.rows import find_misuse
 from training.spec import MAX_SEED, JobSpec
@@ -28,7 +29,8 @@ def create_job(session: Session, project_id: str, spec: JobSpec, *, idempotency_
     """A new job, queued; or the one that the same call made before.
 
     Raises:
-        InvalidRequestError: a file is missing, is not for training, has row errors, or rows of another method.
+        InvalidRequestError: a file is missing, is not for training, has row errors, or rows of another method; or what
+            the job is to start from is missing or does not fit.
         ConflictError: the idempotency key was used for another body.
     """
     asked = spec.asked()
@@ -38,6 +40,7 @@ def create_job(session: Session, project_id: str, spec: JobSpec, *, idempotency_
     _check_file(session, project_id, spec, spec.training_file, "training_file")
     if spec.validation_file is not None:
         _check_file(session, project_id, spec, spec.validation_file, "validation_file")
+    check_start(session, project_id, spec)
     job = Job(
         id=f"ftjob-{secrets.token_hex(12)}",
         project_id=project_id,

@@ -14,9 +14,10 @@ from store.errors import InvalidRequestError
 from store.events import append_event
 from store.models import Artifact, Attempt, Checkpoint, Job, Metric
 from store.pages import Page, read_page
+from store.starts import list_waited_for
 from store.status import JobStatus
 from training.events import Event
-from training.retention import choose_expired
+from training.retention import choose_expired, find_needed
 
 
 def store_events(session: Session, job_id: str, number: int, events: Sequence[Event]) -> JobStatus | None:
@@ -113,10 +114,14 @@ def expire_checkpoints(session: Session, job_id: str, number: int) -> list[str]:
     """Delete the rows of checkpoints beyond the plan's `save_total_limit`; the object prefixes of those that are left.
     The bytes go once this is committed: a row always has its bytes."""
     job, _ = lock_current(session, job_id, number)
-    rows = {row.step: row for row in session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id))}
+    query = select(Checkpoint).where(Checkpoint.job_id == job_id).with_for_update()
+    rows = {row.step: row for row in session.scalars(query)}
     # The plan of an older version has no limit.
     limit = (job.plan or {}).get("save_total_limit", len(rows))
-    for step in choose_expired({step: row.metrics.get("eval_loss") for step, row in rows.items()}, limit):
+    needed = find_needed(rows[max(rows)].manifest.get("progress", {})) if rows else set()
+    waited_for = list_waited_for(session, [row.id for row in rows.values()])
+    needed |= {step for step, row in rows.items() if row.id in waited_for}
+    for step in choose_expired({step: row.metrics.get("eval_loss") for step, row in rows.items()}, limit, needed):
         session.delete(rows.pop(step))
     return [row.object_prefix for row in rows.values()]
 
@@ -147,7 +152,7 @@ def _store_event(session: Session, job: Job, attempt: Attempt, event: Event, poi
     match event.type:
         case "started" if event.attempt == attempt.number:
             points.store(session)
-            _forget_after(session, job, attempt, event)
+            _tell_start(session, job, attempt, event)
         case "plan":
             job.plan = event.data
         case "metrics" | "evaluated":
@@ -157,20 +162,26 @@ def _store_event(session: Session, job: Job, attempt: Attempt, event: Event, poi
             append_event(session, job, event.data["message"], step=event.step, data=event.data)
         case "warning":
             append_event(session, job, event.data["message"], level="warn", step=event.step, data=event.data)
+            if (step := event.data.get("rolled_back_to")) is not None:
+                points.store(session)
+                _forget_steps(session, job, step)
 
 
-def _forget_after(session: Session, job: Job, attempt: Attempt, event: Event) -> None:
-    """A run that goes on from a checkpoint makes the later steps anew: what an earlier attempt told of them goes, so
-    that each step stands in the curve once."""
+def _tell_start(session: Session, job: Job, attempt: Attempt, event: Event) -> None:
     resumed_from = event.data.get("resumed_from")
     attempt.resumed_from = resumed_from
-    last = resumed_from or 0
+    _forget_steps(session, job, resumed_from or 0)
+    where = f"Training on {event.data['device']}"
+    append_event(session, job, where if resumed_from is None else f"{where}, resumed from step {resumed_from}")
+
+
+def _forget_steps(session: Session, job: Job, last: int) -> None:
+    """A run that goes on from a checkpoint makes the later steps anew: what was told of them goes, so that each step
+    stands in the curve once."""
     session.execute(delete(Metric).where(Metric.job_id == job.id, Metric.step > last))
     session.execute(delete(Checkpoint).where(Checkpoint.job_id == job.id, Checkpoint.step > last))
     stale = (models.Event.job_id == job.id, models.Event.type == "metrics", models.Event.step > last)
     session.execute(delete(models.Event).where(*stale))
-    where = f"Training on {event.data['device']}"
-    append_event(session, job, where if resumed_from is None else f"{where}, resumed from step {resumed_from}")
 
 
 def _tell_metrics(session: Session, job: Job, event: Event) -> None:

@@ -1,6 +1,5 @@
 """Starts a run as a process of its own and follows it; what is trained is not known here, and torch is not loaded."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,8 +12,9 @@ from typing import Any
 
 from training.errors import SpecError
 from training.events import Event, read_events
+from training.extending import require_same_run
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
-from training.spec import load_spec
+from training.spec import JobSpec, load_spec, parse_spec
 
 POLL_S = 0.2
 KEPT = {
@@ -63,7 +63,7 @@ def make_environment(
 
 
 def write_spec(spec_file: Path, run_dir: RunDir) -> None:
-    """Check a spec and put it into the run directory, its paths made absolute.
+    """Check a spec and put it into the run directory, its paths made absolute. A longer one of the same run extends it.
 
     Raises:
         SpecError: the spec is wrong, or the directory holds checkpoints of another one.
@@ -71,10 +71,8 @@ def write_spec(spec_file: Path, run_dir: RunDir) -> None:
     asked = _read_spec(spec_file)
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)
-        if run_dir.list_checkpoints() and run_dir.spec.exists() and _read_own_spec(run_dir) != asked:
-            raise SpecError(
-                f"{run_dir.path} holds checkpoints of another spec; choose another run directory", code="other_run"
-            )
+        if run_dir.list_checkpoints() and run_dir.spec.exists():
+            require_same_run(_read_own_spec(run_dir), parse_spec(asked), str(run_dir.path))
         write_json(run_dir.spec, asked)
     except OSError as bad:
         at = bad.filename or run_dir.path
@@ -191,20 +189,20 @@ def _tell_death(code: int, run_dir: RunDir) -> None:
 def _read_spec(spec_file: Path) -> dict[str, Any]:
     """The checked body, with absolute paths: the run directory may be gone on with from anywhere."""
     asked = load_spec(spec_file).asked()
-    for name in ("model", "training_file", "validation_file"):
+    for name in ("model", "training_file", "validation_file", "resume_from"):
         if asked.get(name) and (path := Path(asked[name]).expanduser()).exists():
             asked[name] = str(path.resolve())
     return asked
 
 
-def _read_own_spec(run_dir: RunDir) -> object:
+def _read_own_spec(run_dir: RunDir) -> JobSpec:
     """What the run directory was made for."""
     try:
-        return json.loads(run_dir.spec.read_bytes())
-    except (ValueError, RecursionError):
+        return load_spec(run_dir.spec)
+    except SpecError as bad:
         raise SpecError(
-            f"{run_dir.spec} is damaged, so it cannot be told whose checkpoints these are; choose another run "
-            "directory, or delete that file where they are this run's",
+            f"{run_dir.spec} is damaged, so it cannot be told whose checkpoints these are ({bad.message}); choose "
+            "another run directory, or delete that file where they are this run's",
             code="other_run",
         ) from None
 

@@ -15,6 +15,7 @@ from training.spec import (
     KtoHyperparameters,
     Optimizer,
     PreferenceHyperparameters,
+    Stability,
     Steps,
     SupervisedHyperparameters,
 )
@@ -22,6 +23,7 @@ from training.spec import (
 GIB = 2**30
 DEFAULT_SEED = 0
 DEFAULT_WARMUP_RATIO = 0.03
+DEFAULT_DECAY_RATIO = 0.2
 CHECKPOINTS_ROOM_BYTES = 32 * GIB
 SMALL_ADAPTER_RATES = {
     "ia3": (3e-3, "3e-3 for IA3 (Liu et al. 2022, section 4.1)"),
@@ -107,8 +109,10 @@ class Plan(_Fact):
     micro_batch_size: int
     gradient_accumulation_steps: int
     learning_rate: float
-    lr_scheduler: Literal["cosine", "linear", "constant"]
+    lr_scheduler: Literal["cosine", "linear", "constant", "wsd"]
     warmup_steps: int
+    decay_steps: int = 0
+    "Of wsd: the steps at the end in which the rate falls."
     weight_decay: float
     max_grad_norm: float
     optimizer: Optimizer
@@ -120,6 +124,7 @@ class Plan(_Fact):
     save_steps: int
     save_total_limit: int
     early_stopping: EarlyStopping | None = None
+    stability: Stability = Stability()
     precision: Format
     gradient_checkpointing: bool
     attention: Literal["sdpa", "eager"]
@@ -167,6 +172,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         learning_rate=_learning_rate(spec, model, why),
         lr_scheduler=asked.lr_scheduler,
         warmup_steps=_warmup_steps(asked, steps, why),
+        decay_steps=_decay_steps(asked, steps, why),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,
         optimizer=_optimizer(spec, device),
@@ -177,6 +183,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         save_steps=_every("save_steps", asked.save_steps, steps, why),
         save_total_limit=_save_total_limit(asked, model, why),
         early_stopping=asked.early_stopping,
+        stability=spec.stability,
         precision=precision,
         gradient_checkpointing=checkpointing,
         attention=_attention(spec, why),
@@ -458,6 +465,16 @@ def _warmup_steps(asked: Hyperparameters, steps: int, why: dict[str, str]) -> in
     if asked.warmup_ratio is None:
         why["warmup_steps"] = "3% of the run (QLoRA, Dettmers et al. 2023, appendix B)"
     return math.ceil(ratio * steps)
+
+
+def _decay_steps(asked: Hyperparameters, steps: int, why: dict[str, str]) -> int:
+    """What the warm-up leaves of the share that was asked for."""
+    if asked.lr_scheduler != "wsd":
+        return 0
+    if asked.decay_ratio is None:
+        why["decay_steps"] = "the last 20% of the run (Haegele et al. 2024)"
+    ratio = DEFAULT_DECAY_RATIO if asked.decay_ratio is None else asked.decay_ratio
+    return min(math.ceil(round(ratio * steps, 6)), steps - _warmup_steps(asked, steps, {}))
 
 
 def _every(name: str, asked: Steps, steps: int, why: dict[str, str]) -> int:

@@ -120,9 +120,13 @@ def commit_folder(beside: Path, target: Path, about: Mapping[str, Any]) -> dict[
     return manifest
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return content
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text("utf-8"))
-    return manifest
+    return read_json(folder / MANIFEST)
 
 
 def verify(folder: Path) -> str | None:

@@ -23,8 +23,6 @@ NOT_OFFERED = {
     "integrations": "integrations are not offered yet; leave the field out",
     "deepspeed": "a DeepSpeed config is not offered yet; leave the field out",
     "parallelism": "training on several devices is not offered yet; leave the field out",
-    "resume_from": "going on from an earlier job is not offered yet; leave the field out",
-    "stability": "other policies than stopping on a loss that is not finite are not offered yet; leave the field out",
     "validation_split": "splitting the training file is not offered yet; upload a validation_file instead",
     "packing": "packing is not offered yet; leave the field out (no padding is computed either way)",
 }
@@ -33,7 +31,6 @@ NOT_OFFERED = {
 VALUES_NOT_OFFERED = {
     "method.type": ("orpo",),
     "attention": ("flash",),
-    "lr_scheduler": ("wsd",),
 }
 """Values of the contract that this version refuses by name, by the field's path or its last part."""
 
@@ -164,8 +161,10 @@ class Hyperparameters(_Part):
     "The peak rate."
     learning_rate_multiplier: Annotated[float | Auto, _real(0, above=True, auto=True)] = "auto"
     "Times the automatic rate, in the place of learning_rate."
-    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
-    "How the rate falls after the warm-up."
+    lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    "How the rate falls after the warm-up; wsd keeps the peak and falls at the end only."
+    decay_ratio: Annotated[float | None, _real(0, 1)] = None
+    "Of wsd: the share of the run in which the rate falls; 0.2 where it is not given."
     warmup_ratio: Annotated[float | None, _real(0, 1, below=True)] = None
     "Share of the run in which the rate rises; 0.03 where neither this nor warmup_steps is given."
     warmup_steps: Annotated[int | None, _whole(0)] = None
@@ -191,6 +190,8 @@ class Hyperparameters(_Part):
         _not_together(self, "n_epochs", "max_steps")
         _not_together(self, "learning_rate", "learning_rate_multiplier")
         _not_together(self, "warmup_ratio", "warmup_steps")
+        if self.decay_ratio is not None and self.lr_scheduler != "wsd":
+            raise _at("decay_ratio", f'belongs to lr_scheduler "wsd"; leave it out with "{self.lr_scheduler}"')
         batch, micro, cuts = self.batch_size, self.micro_batch_size, self.gradient_accumulation_steps
         if isinstance(micro, int) and isinstance(batch, int) and batch % micro:
             raise _at("micro_batch_size", f"{micro} does not divide batch_size {batch}")
@@ -321,6 +322,14 @@ class Adapter(_Part):
     def is_low_rank(self) -> bool:
         return self.type in ("lora", "qlora")
 
+    def find_unstartable(self) -> str | None:
+        """The first field that keeps a job from starting with the weights of another; None where it may."""
+        if self.type not in ("lora", "full"):
+            return "type"
+        plain = Adapter()
+        names = ("modules_to_save", "use_rslora", "use_dora", "init")
+        return next((name for name in names if getattr(self, name) != getattr(plain, name)), None)
+
     @property
     def virtual_tokens(self) -> int:
         return self.num_virtual_tokens if self.type in ("prefix", "prompt") else 0
@@ -334,6 +343,18 @@ _ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bits", "quant_type", "double_quant"), ("qlora",)),
 }
 """The types of adapter that each field belongs to."""
+
+
+class Stability(_Part):
+    """What happens when a step goes wrong: the run ends, the step changes no weights, or the run goes back to its last
+    checkpoint with half the learning rate."""
+
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    "Where the loss or the gradient is not finite."
+    on_spike: Literal["report", "stop", "skip", "rollback"] = "report"
+    "Where the loss is far above those of the steps before."
+    spike_factor: Annotated[float, _real(1)] = 10.0
+    "How far: in standard deviations above the median, both estimated robustly from the last 50 steps."
 
 
 class Resources(_Part):
@@ -393,6 +414,15 @@ def _require_base_behind(method: str, adapter: Adapter) -> None:
         raise _at("adapter.init", f"{method} compares with the base model, which PiSSA takes apart; leave it out")
 
 
+def _require_startable(spec: "JobSpec") -> None:
+    if spec.method.type in ("dpo", "kto"):
+        why = f"{spec.method.type} compares with the base model, not with what it starts from"
+        raise _at("resume_from", f"not offered yet with {spec.method.type}: {why}; leave it out")
+    if field := spec.adapter.find_unstartable():
+        value = spec.adapter.model_dump(mode="json")[field]
+        raise _at("resume_from", f"not offered yet with adapter.{field} {value}; leave it out")
+
+
 class JobSpec(_Part):
     """A job as asked. `parse_spec` makes one; `model_dump(exclude_unset=True)` gives the asked body back."""
 
@@ -400,6 +430,8 @@ class JobSpec(_Part):
     model: Annotated[str, Field(min_length=1, max_length=512)]
     training_file: Annotated[str, Field(min_length=1, max_length=4096)]
     validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    resume_from: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    "A checkpoint or the result of an earlier job, whose weights this one starts with."
     suffix: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     seed: Annotated[int | None, _whole(0, MAX_SEED)] = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
@@ -413,6 +445,7 @@ class JobSpec(_Part):
     "The compute type; what is trained is kept in fp32 with any of them."
     gradient_checkpointing: Switch = "auto"
     attention: Literal["auto", "sdpa", "eager"] = "auto"
+    stability: Stability = Stability()
     resources: Resources = Resources()
 
     @model_validator(mode="after")
@@ -422,6 +455,8 @@ class JobSpec(_Part):
             raise _at("hyperparameters", f"give them in one place: {place}")
         if self.method.type in ("dpo", "kto"):
             _require_base_behind(self.method.type, self.adapter)
+        if self.resume_from is not None:
+            _require_startable(self)
         if self.suffix is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", self.suffix):
             raise _at("suffix", "letters, digits, dots, hyphens and underscores only: it becomes part of a model name")
         if self.hyper.early_stopping is not None and self.validation_file is None:
@@ -559,6 +594,7 @@ def _fields_at(path: tuple[str | int, ...]) -> list[str]:
         "hyperparameters": _HYPERPARAMETERS[names[1] if len(names) > 2 else "supervised"],
         "early_stopping": EarlyStopping,
         "adapter": Adapter,
+        "stability": Stability,
         "resources": Resources,
     }
     return list(kinds[names[-1]].model_fields if path else JobSpec.model_fields)

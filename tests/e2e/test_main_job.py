@@ -108,6 +108,32 @@ def test_a_full_fine_tuning_gives_a_whole_model_and_no_adapter(service: Service,
         assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= set(archive.namelist())
 
 
+def test_a_job_starts_from_what_an_earlier_one_made_and_old_checkpoints_are_gone(service: Service, rows: bytes) -> None:
+    """At a rate of nothing the later jobs come to the very validation loss with which the first one ended."""
+    files = dict.fromkeys(("training_file", "validation_file"), service.upload(rows))
+    hyper = {"max_steps": 6, "batch_size": 4, "eval_steps": 6, "save_steps": 1, "save_total_limit": 2}
+    first = service.wait_for(service.create_job(**files, hyperparameters=hyper), "succeeded")
+    kept = service.get(f"/v1/fine_tuning/jobs/{first['id']}/checkpoints")["data"]
+    assert [checkpoint["step_number"] for checkpoint in kept] == [6, 5]
+    prefixes = service.query("SELECT object_prefix FROM checkpoints WHERE job_id = %s ORDER BY step", first["id"])
+    assert {f"{key.rsplit('/', 2)[0]}" for key in list_objects(service, first["id"])} == {
+        prefix for (prefix,) in prefixes
+    }
+    eval_loss = service.get_curve(first["id"])["eval_loss"][-1]
+    hyper = {"max_steps": 1, "batch_size": 4, "eval_steps": 1, "learning_rate": 1e-30}
+    for start in (first["fine_tuned_model"], kept[0]["id"]):
+        job_id = service.create_job(**files, resume_from=start, hyperparameters=hyper)
+        service.wait_for(job_id, "succeeded")
+        assert service.get_curve(job_id)["eval_loss"][-1] == eval_loss
+
+
+def list_objects(service: Service, job_id: str) -> list[str]:
+    """The keys of the weights of a job's checkpoints."""
+    root = Path(service.settings.artifacts.removeprefix("file://"))
+    found = (root / "jobs" / job_id / "checkpoints").rglob("*.safetensors")
+    return [path.relative_to(root).as_posix() for path in found]
+
+
 def test_every_step_is_in_the_database_within_two_seconds_and_in_the_api_within_three(
     service: Service, rows: bytes
 ) -> None:

@@ -76,6 +76,20 @@ def test_a_resumed_attempt_replaces_what_came_after_its_checkpoint(database: Set
         assert list(told) == [1, 2, 3, 4, 5]
 
 
+def test_a_run_that_goes_back_replaces_what_came_after_its_checkpoint(database: Settings) -> None:
+    with open_session() as session:
+        job = start_job(session)
+        add_checkpoint(session, job.id, 1, 4, "p", {}, {})
+        back = ("warning", 6, {"message": "back to step 4", "code": "loss_spike", "rolled_back_to": 4})
+        events = make_steps(1, 1, range(1, 7)) + make_events(1, 7, back) + make_steps(1, 8, range(5, 6))
+        store_events(session, job.id, 1, events)
+        session.flush()
+        assert [step for step, _ in read_steps(session, job.id)] == [1, 2, 3, 4, 5]
+        assert [c.step for c in list_checkpoints(session, job.id, after=None, limit=9).items] == [4]
+        told = [(e.level, e.step) for e in list_events(session, job.id, after=None, limit=99).items if e.step]
+        assert told[:3] == [("info", 5), ("warn", 6), ("info", 4)]
+
+
 def test_steps_that_a_killed_supervisor_left_in_the_file_are_stored_by_the_next_attempt(database: Settings) -> None:
     with open_session() as session:
         job = start_job(session)

@@ -1,5 +1,7 @@
 """Learning rates against transformers' own schedules, AdamW against its formula."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -7,11 +9,15 @@ from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
     get_linear_schedule_with_warmup,
+    get_wsd_schedule,
 )
 
 from tests.tiny import make_plan
+from training import plan as plan_module
+from training.errors import SpecError
 from training.rank.optim import build_optimizer, learning_rate_at
 from training.rank.parallel import SingleDevice
+from training.spec import Hyperparameters, parse_spec
 
 SCHEDULES = {
     "cosine": get_cosine_schedule_with_warmup,
@@ -32,6 +38,30 @@ def test_after_the_warm_up_the_rate_is_that_of_transformers(schedule: str, warmu
             assert learning_rate_at(step, plan) == pytest.approx(reference.get_last_lr()[0], rel=1e-9)
         optimizer.step()
         reference.step()
+
+
+@pytest.mark.parametrize(("warmup_steps", "decay_steps"), [(0, 4), (5, 10), (3, 0), (2, 18)])
+def test_wsd_is_that_of_transformers_with_its_decay_by_the_square_root(warmup_steps: int, decay_steps: int) -> None:
+    plan = make_plan(lr_scheduler="wsd", warmup_steps=warmup_steps, decay_steps=decay_steps, steps=20)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=plan.learning_rate)
+    reference = get_wsd_schedule(optimizer, warmup_steps, decay_steps, num_training_steps=20, decay_type="1-sqrt")
+    for step in range(1, 21):
+        if step > warmup_steps:
+            assert learning_rate_at(step, plan) == pytest.approx(reference.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        reference.step()
+
+
+@pytest.mark.parametrize(("asked", "decay_steps"), [({}, 4), ({"decay_ratio": 0.5}, 10), ({"decay_ratio": 1.0}, 19)])
+def test_the_share_of_the_decay_is_of_the_whole_run_and_leaves_the_warm_up(asked: Any, decay_steps: int) -> None:
+    hyper = Hyperparameters(lr_scheduler="wsd", max_steps=20, **asked)
+    assert plan_module._decay_steps(hyper, 20, {}) == decay_steps
+
+
+def test_a_share_of_decay_belongs_to_wsd() -> None:
+    body = {"model": "m", "training_file": "t", "hyperparameters": {"decay_ratio": 0.1}}
+    with pytest.raises(SpecError, match='belongs to lr_scheduler "wsd"'):
+        parse_spec(body)
 
 
 def test_the_warm_up_rises_evenly_and_wastes_no_step() -> None:

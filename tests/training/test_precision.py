@@ -260,3 +260,37 @@ def test_a_stop_while_a_step_is_computed_again_loses_nothing(tmp_path: Path, mon
     assert train_here(tmp_path / "run", body, attempt=2) == EXIT_FINISHED
     assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
     assert same_weights(tmp_path / "run" / "adapter", tmp_path / "whole" / "adapter")
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_that_no_scale_mends_leaves_the_scale_to_the_others(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 overflows at all 17 scales; gone back to step 2 it does so once more, and is left out then."""
+    body = make_job(tmp_path, adapter={"dropout": 0.3}, precision="fp16", stability={"on_nan": policy})
+    plant(monkeypatch, *range(3, 20 if policy == "skip" else 37))
+    assert train_here(tmp_path / "run", body) == EXIT_FINISHED
+    told = [event.data for event in events_of(tmp_path / "run", "warning")]
+    actions = [data["action"] for data in told if data["code"] == "non_finite_loss"]
+    assert actions == (["skip"] if policy == "skip" else ["rollback", "skip"])
+    metrics = events_of(tmp_path / "run", "metrics")
+    assert [event.data["loss_scale"] for event in metrics if event.step > 3] == [65536.0] * 3
+    saved = [tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "adapter" for step in (2, 4)]
+    assert not same_weights(*saved)
+    tokens = {event.step: event.data["num_trained_tokens"] for event in metrics}
+    assert tokens[3] == tokens[2] < tokens[4]
+
+
+def test_a_stop_between_the_tries_of_a_step_that_is_skipped_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = make_job(tmp_path, adapter={"dropout": 0.3}, precision="fp16", stability={"on_nan": "skip"})
+    plant(monkeypatch, *range(2, 19))
+    assert train_here(tmp_path / "whole", body) == EXIT_FINISHED
+    plant(monkeypatch, *range(2, 19))
+    assert train_here(tmp_path / "run", body, stop=lambda run_dir: StopAtCheck(run_dir, 12)) == EXIT_STOPPED
+    assert last_event(tmp_path / "run").step == 1
+    assert 0 < len(events_of(tmp_path / "run", "warning")) < 16, "some tries are made, some are left"
+    assert train_here(tmp_path / "run", body, attempt=2) == EXIT_FINISHED
+    assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
+    assert same_weights(tmp_path / "run" / "adapter", tmp_path / "whole" / "adapter")

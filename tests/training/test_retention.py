@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import StopAtCheck, curve_of, make_job, read_json, same_weights, train_here
 
-from training.retention import choose_expired
+from training.retention import choose_expired, find_needed
 from training.rundir import EXIT_FINISHED, EXIT_STOPPED, RunDir, step_of
 
 
@@ -23,7 +23,13 @@ from training.rundir import EXIT_FINISHED, EXIT_STOPPED, RunDir, step_of
     ],
 )
 def test_the_newest_and_the_best_are_kept(losses: dict[int, float | None], limit: int, expired: list[int]) -> None:
-    assert choose_expired(losses, limit) == expired
+    assert choose_expired(losses, limit, set()) == expired
+
+
+def test_what_the_run_may_come_back_to_is_kept_as_well() -> None:
+    needed = find_needed({"best_step": 2, "way_back_step": 4, "step": 3})
+    assert choose_expired(dict.fromkeys(range(1, 8)), 3, needed) == [1, 3, 5, 6]
+    assert find_needed({"best_step": None}) == set()
 
 
 def test_a_run_keeps_as_many_as_asked_and_what_is_removed_is_gone(tmp_path: Path) -> None:

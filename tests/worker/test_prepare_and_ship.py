@@ -1,5 +1,6 @@
 """What travels between a host and the object store arrives whole, or is not taken."""
 
+import dataclasses
 import json
 import zipfile
 from pathlib import Path
@@ -17,7 +18,7 @@ from store.settings import Settings
 from store.status import EndReason
 from tests.rows import make_host, make_job
 from training.rundir import RunDir, checkpoint_name, commit_folder, file_sha256, verify
-from worker.prepare import PrepareError, prepare_run
+from worker.prepare import PrepareError, clear_run, prepare_run
 from worker.ship import expire_checkpoints, ship_checkpoint, write_archive
 
 
@@ -105,11 +106,11 @@ def test_of_a_damaged_or_missing_checkpoint_the_one_before_is_taken(tmp_path: Pa
     assert not list(run.checkpoints.glob(".*")), "nothing half done is left"
 
 
-def test_with_the_newest_comes_the_best_of_early_stopping(tmp_path: Path, run: RunDir) -> None:
-    newest = store_checkpoint(tmp_path, 8, best_step=4)
+def test_with_the_newest_come_those_that_the_run_may_come_back_to(tmp_path: Path, run: RunDir) -> None:
+    newest = store_checkpoint(tmp_path, 8, best_step=4, way_back_step=2)
     others = [store_checkpoint(tmp_path, step) for step in (6, 4, 2)]
     prepare_run(run, make_input(store_file(tmp_path, b"rows"), newest, *others))
-    assert [path.name for path in run.list_checkpoints()] == [checkpoint_name(4), checkpoint_name(8)]
+    assert [path.name for path in run.list_checkpoints()] == [checkpoint_name(step) for step in (2, 4, 8)]
 
 
 def test_the_bytes_of_a_checkpoint_go_after_its_row_and_what_has_no_row_goes_too(tmp_path: Path, run: RunDir) -> None:
@@ -142,6 +143,29 @@ def test_the_bytes_of_a_checkpoint_go_after_its_row_and_what_has_no_row_goes_too
         end_attempt(session, job.id, 1, Outcome(EndReason.STOPPED, "stopped"))
     with pytest.raises(FencedError):
         expire_checkpoints(job.id, 1)
+
+
+def test_the_weights_of_an_earlier_job_come_as_a_folder(tmp_path: Path, run: RunDir) -> None:
+    inputs = make_input(store_file(tmp_path, b"rows"))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("adapter_config.json", "{}")
+    artifacts.put_file("jobs/j/adapter/1.zip", tmp_path / "a.zip")
+    start = {"adapter.zip": ("jobs/j/adapter/1.zip", file_sha256(tmp_path / "a.zip"))}
+    prepare_run(run, dataclasses.replace(inputs, start=start))
+    folder = Path(json.loads(run.spec.read_text())["resume_from"])
+    assert (folder / "adapter" / "adapter_config.json").read_text() == "{}"
+
+    _, prefix, manifest = store_checkpoint(tmp_path, 8)
+    sums = {entry["name"]: entry["sha256"] for entry in manifest["files"]}  # type: ignore[attr-defined]
+    start = {"adapter/weights": (f"{prefix}/adapter/weights", sums["adapter/weights"])}
+    prepare_run(run, dataclasses.replace(inputs, start=start))
+    assert (folder / "adapter" / "weights").read_bytes() == bytes([8]) * 1000
+    with pytest.raises(PrepareError, match="adapter/weights"):
+        prepare_run(
+            run, dataclasses.replace(inputs, start={"adapter/weights": (start["adapter/weights"][0], "0" * 64)})
+        )
+    clear_run(run)
+    assert not folder.exists()
 
 
 def test_a_newer_checkpoint_of_this_host_is_kept(tmp_path: Path, run: RunDir) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to go on as if it had never been interrupted."""
 
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from training.rank.parallel import Parallel
 from training.rank.random_state import RandomState
 from training.rank.source import Source
 from training.rank.weights import is_adapted, load_adapter, save_weights, weights_name
-from training.retention import choose_expired
+from training.retention import choose_expired, find_needed
 from training.rundir import RunDir, checkpoint_name, commit_folder, read_manifest, step_of
 
 STATE = "state.pt"
@@ -36,6 +36,15 @@ class Progress:
     best_eval_loss: float | None = None
     last_gain_loss: float | None = None
     evaluations_without_gain: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    "Of the last steps that changed the weights: what a spike is measured against."
+    way_back_step: int | None = None
+    "Where the run may go back: the step of the newest checkpoint that the plan asked for, not that of an interruption."
+    skips_in_a_row: int = 0
+    rate_factor: float = 1.0
+    "Halved each time that the run goes back."
+    rolled_back_steps: list[int] = field(default_factory=list)
+    "The steps that made it go back."
 
 
 @dataclass(frozen=True)
@@ -66,9 +75,9 @@ class Checkpoints:
         save_weights(parallel.model, self.tokenizer, self.source, beside / weights_name(parallel.model))
         state = {"optimizer": parallel.optimizer_state(), "random": RandomState.take().as_dict()}
         torch.save(state, beside / STATE)
-        about = {"attempt": self.attempt, "fingerprint": self.fingerprint, "progress": asdict(progress)}
+        about: dict[str, Any] = {"attempt": self.attempt, "fingerprint": self.fingerprint, "progress": asdict(progress)}
         manifest = commit_folder(beside, target, about)
-        self._remove_expired()
+        self._remove_expired(find_needed(about["progress"]))
         return manifest
 
     def clear(self) -> None:
@@ -77,9 +86,9 @@ class Checkpoints:
         for leftover in self.run_dir.checkpoints.glob(".step-*"):
             shutil.rmtree(leftover)
 
-    def _remove_expired(self) -> None:
+    def _remove_expired(self, needed: set[int]) -> None:
         folders = {step_of(folder): folder for folder in self.run_dir.list_checkpoints()}
-        for step in choose_expired({step: _eval_loss(folder) for step, folder in folders.items()}, self.limit):
+        for step in choose_expired({step: _eval_loss(folder) for step, folder in folders.items()}, self.limit, needed):
             # Renamed first: whoever looks at it finds a whole checkpoint, or none.
             gone = folders[step].with_name(f".{folders[step].name}")
             folders[step].rename(gone)
@@ -88,9 +97,9 @@ class Checkpoints:
 
 def load_progress(checkpoint: Path, progress: Progress) -> None:
     saved = read_manifest(checkpoint)["progress"]
-    for field in fields(Progress):
+    for name in (entry.name for entry in fields(Progress)):
         # What a checkpoint of an older version does not know of is as at the start.
-        setattr(progress, field.name, saved.get(field.name, getattr(Progress(), field.name)))
+        setattr(progress, name, saved.get(name, getattr(Progress(), name)))
 
 
 def load_checkpoint(checkpoint: Path, parallel: Parallel) -> None:
@@ -109,6 +118,14 @@ def load_weights(model: nn.Module, source: Source, checkpoint: Path) -> None:
         load_adapter(model, folder)
     else:
         load_model(model, source, folder)
+
+
+def go_back(checkpoint: Path, parallel: Parallel, progress: Progress, source: Source) -> None:
+    """Make a run in mid-training what it was when the checkpoint was written."""
+    if not is_adapted(parallel.model):
+        load_weights(parallel.model, source, checkpoint)
+    load_checkpoint(checkpoint, parallel)
+    load_progress(checkpoint, progress)
 
 
 def _eval_loss(checkpoint: Path) -> float | None:

@@ -24,6 +24,9 @@ class Dpo:
     def prepare(self, path: Path, tokenizer: Any, max_seq_len: int) -> Prepared:
         return prepare_pairs(path, tokenizer, max_seq_len=max_seq_len, truncation=self.truncation)
 
+    def weigh(self, examples: Sequence[Pair]) -> int:
+        return len(examples)
+
     def open_window(
         self,
         parallel: Parallel,  # noqa: ARG002 - nothing has to be computed beforehand
@@ -31,7 +34,7 @@ class Dpo:
         rows_per_pass: int,  # noqa: ARG002
         stop_asked: Callable[[], bool],  # noqa: ARG002
     ) -> Window | None:
-        return Window(len(examples))
+        return Window(self.weigh(examples))
 
     def score(self, model: nn.Module, examples: Sequence[Pair], window: Window) -> Scores:  # noqa: ARG002
         rows = [*(pair.chosen for pair in examples), *(pair.rejected for pair in examples)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import DataError
+from training.extending import make_lasting
 from training.plan import DataFacts, make_beta, make_max_seq_len
 from training.rank.data import Prepared, sequences_of
 from training.rank.dpo import Dpo
@@ -15,12 +16,13 @@ from training.rank.loss import count_tokens, count_trained
 from training.rank.model import context_tokens, load_config, load_tokenizer
 from training.rank.objective import Objective
 from training.rank.source import Source, find_source
+from training.rank.start import Start, find_start
 from training.rank.supervised import Pretrain, Supervised
 from training.rundir import file_sha256
 from training.spec import JobSpec, KtoHyperparameters, PreferenceHyperparameters, SupervisedHyperparameters
 
-NO_INFLUENCE = {"model", "training_file", "validation_file", "suffix", "metadata", "resources"}
-"""Fields that do not change what is trained; of files and model the content counts, not where they lie."""
+PATHS = {"model", "training_file", "validation_file", "resume_from"}
+"""Of these the content counts, not where they lie."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Inputs:
     objective: Objective
     training: Prepared
     validation: Prepared | None
+    start: Start | None
 
 
 def load_inputs(spec: JobSpec, *, base_name: str | None = None, weights: bool) -> Inputs:
@@ -39,13 +42,14 @@ def load_inputs(spec: JobSpec, *, base_name: str | None = None, weights: bool) -
     source = find_source(spec.model, weights=weights)
     source = replace(source, name=base_name) if base_name is not None else source
     config, tokenizer = load_config(source), load_tokenizer(source)
+    start = find_start(spec, source)
     limit = make_max_seq_len(spec, context_tokens(config))
     objective = make_objective(spec)
     training = _prepare(objective, "training_file", spec.training_file, tokenizer, limit)
     validation = None
     if spec.validation_file is not None:
         validation = _prepare(objective, "validation_file", spec.validation_file, tokenizer, limit)
-    return Inputs(spec, source, config, tokenizer, objective, training, validation)
+    return Inputs(spec, source, config, tokenizer, objective, training, validation, start)
 
 
 def make_objective(spec: JobSpec) -> Objective:
@@ -77,9 +81,10 @@ def make_fingerprint(inputs: Inputs) -> str:
     spec = inputs.spec
     files = [spec.training_file, *([spec.validation_file] if spec.validation_file else [])]
     parts = [
-        {name: value for name, value in spec.asked().items() if name not in NO_INFLUENCE},
+        {name: value for name, value in make_lasting(spec).items() if name not in PATHS},
         inputs.source.digest,
         [file_sha256(Path(file)) for file in files],
+        *([inputs.start.digest] if inputs.start else []),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

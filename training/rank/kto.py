@@ -33,6 +33,9 @@ class Kto:
     def prepare(self, path: Path, tokenizer: Any, max_seq_len: int) -> Prepared:
         return prepare_labelled(path, tokenizer, max_seq_len=max_seq_len, truncation=self.truncation)
 
+    def weigh(self, examples: Sequence[Labelled]) -> int:
+        return len(examples)
+
     def open_window(
         self, parallel: Parallel, examples: Sequence[Labelled], rows_per_pass: int, stop_asked: Callable[[], bool]
     ) -> Window | None:
@@ -44,7 +47,7 @@ class Kto:
                 moved += _measure(parallel.model, rows)
         mean = float(parallel.total(moved)) / len(examples)
         # Compared this way round, a mean that is not a number stays one, and is told as such with the loss.
-        return Window(len(examples), 0.0 if mean < 0 else mean)
+        return Window(self.weigh(examples), 0.0 if mean < 0 else mean)
 
     def score(self, model: nn.Module, examples: Sequence[Labelled], window: Window) -> Scores:
         rows = [example.row for example in examples]

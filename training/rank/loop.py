@@ -4,11 +4,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
 
 from training.errors import TrainingError
 from training.events import EventLog
 from training.plan import Plan
-from training.rank.checkpoint import Checkpoints, Progress
+from training.rank.checkpoint import Checkpoints, Progress, go_back
 from training.rank.data import Trained, sequences_of
 from training.rank.early_stopping import is_best, note_evaluation, patience_is_out
 from training.rank.evaluate import evaluate
@@ -18,8 +21,17 @@ from training.rank.optim import learning_rate_at
 from training.rank.order import cut, epochs_done, make_window
 from training.rank.parallel import Parallel
 from training.rank.random_state import RandomState
+from training.rank.stability import (
+    MAX_ROLLBACKS,
+    MAX_SKIPS_IN_A_ROW,
+    Measured,
+    Trouble,
+    find_trouble,
+    goes_back,
+    note_step,
+)
 from training.rank.stop import Stop
-from training.rundir import checkpoint_name
+from training.rundir import checkpoint_name, verify
 
 
 @dataclass(frozen=True)
@@ -39,14 +51,15 @@ class Run:
 
 
 def train(run: Run) -> bool:
-    """Train from where the progress stands to the last step: True, or False where a stop was asked for before."""
+    """Train from where the progress stands to the end of the run: True, or False where a stop was asked for before."""
     saved_step = run.progress.step
-    if evaluate_when_due(run):
-        # The run was stopped before it came to that; its checkpoint lacks the validation loss.
+    if evaluate_when_due(run) or lacks_way_back(run):
+        # The run was stopped before it came to its evaluation, or has nothing yet that it could go back to.
         save_checkpoint(run)
     while goes_on(run) and take_step(run):
         evaluate_when_due(run)
-        if checkpoint_due(run):
+        saved_step = min(saved_step, run.progress.step)  # it may have gone back
+        if run.progress.step > saved_step and checkpoint_due(run):
             save_checkpoint(run)
             saved_step = run.progress.step
     if run.progress.step > saved_step:
@@ -65,38 +78,40 @@ def take_step(run: Run) -> bool:
     rows = [run.examples[row] for row in make_window(len(run.examples), run.plan.batch_size, run.plan.seed, step)]
     sequences = sequences_of(rows)
     tokens, trained_tokens = count_tokens(sequences), count_trained(sequences)
-    while (measured := measure(run, rows)) is not None and overflowed(run, measured[0]["train_loss"], measured[1]):
+    while (measured := measure(run, rows)) is not None and overflowed(run, measured.train_loss, measured.grad_norm):
         random.restore()
     if measured is None:
         run.parallel.drop_gradients()
         random.restore()
         return False
-    metrics, grad_norm = measured
     scale = run.parallel.loss_scale.factor if run.parallel.loss_scale else None
-    learning_rate = learning_rate_at(step, run.plan)
-    train_loss = metrics["train_loss"]
-    healthy = math.isfinite(train_loss) and math.isfinite(grad_norm)
-    if healthy:
+    learning_rate = learning_rate_at(step, run.plan) * run.progress.rate_factor
+    trouble = find_trouble(run.plan, run.progress, measured)
+    changes_weights = trouble is None or trouble.action == "report"
+    if changes_weights:
         run.parallel.step(learning_rate)
+        note_step(run.progress, measured.train_loss)
+    else:
+        run.parallel.drop_gradients()
     step_s = time.perf_counter() - begun
-    advance(run.progress, tokens, trained_tokens, train_loss, step_s)
-    report_step(run, metrics, learning_rate, grad_norm, tokens, step_s, scale)
-    if not healthy:
-        raise not_finite(step, train_loss, rows)
+    advance(run.progress, tokens, trained_tokens if changes_weights else 0, step_s)
+    report_step(run, measured, learning_rate, tokens, step_s, scale)
+    if trouble is not None:
+        respond(run, trouble)
     return True
 
 
-def measure(run: Run, rows: Sequence[Trained]) -> tuple[dict[str, float], float] | None:
-    """Metrics and gradient norm of a window, its gradient left on the weights, clipped; None as in `accumulate`."""
-    metrics = accumulate(run, rows)
-    return None if metrics is None else (metrics, float(run.parallel.clip()))
+def measure(run: Run, rows: Sequence[Trained]) -> Measured | None:
+    """A window after its passes, its gradient left on the weights, clipped; None as in `accumulate`."""
+    summed = accumulate(run, rows)
+    return None if summed is None else Measured(*summed, grad_norm=float(run.parallel.clip()))
 
 
 def overflowed(run: Run, train_loss: float, grad_norm: float) -> bool:
     """Whether the gradient went beyond fp16 while the loss did not. Then it is dropped and the scale halved, and the
     same rows are computed again: no weight has changed, no row is lost, the step is not counted."""
     scale = run.parallel.loss_scale
-    if scale is None or not math.isfinite(train_loss) or math.isfinite(grad_norm) or not scale.can_fall():
+    if scale is None or not math.isfinite(train_loss) or scale.suits(grad_norm):
         return False
     run.parallel.drop_gradients()
     before = scale.factor
@@ -111,48 +126,90 @@ def overflowed(run: Run, train_loss: float, grad_norm: float) -> bool:
     return True
 
 
-def accumulate(run: Run, rows: Sequence[Trained]) -> dict[str, float] | None:
-    """The loss and other metrics of a window, its gradient left on the weights; None where a stop was asked for on the
-    way."""
+def accumulate(
+    run: Run, rows: Sequence[Trained]
+) -> tuple[dict[str, float], list[tuple[Sequence[Trained], Tensor]]] | None:
+    """The loss and other metrics of a window, and the mean loss of each pass, its gradient left on the weights; None
+    where a stop was asked for on the way."""
     window = run.objective.open_window(run.parallel, rows, run.rows_per_pass, run.stop.asked)
     if window is None:
         return None
     totals = Totals()
-    passes = list(cut(rows, run.rows_per_pass))
-    for number, part in enumerate(passes, 1):
+    parts = list(cut(rows, run.rows_per_pass))
+    passes = []
+    for number, part in enumerate(parts, 1):
         if run.stop.asked():
             return None
         with run.parallel.compute():
             scores = run.objective.score(run.parallel.model, part, window)
         # Divided by the weight of the whole window: the result does not depend on how the window is cut.
-        run.parallel.backward(scores.loss / window.weight, last=number == len(passes))
+        run.parallel.backward(scores.loss / window.weight, last=number == len(parts))
         totals.add(scores)
+        passes.append((part, scores.loss.detach() / run.objective.weigh(part)))
     sums = totals.over_ranks(run.parallel)
-    return {"train_loss": sums["loss"] / window.weight, **run.objective.make_metrics(sums, window)}
+    return {"train_loss": sums["loss"] / window.weight, **run.objective.make_metrics(sums, window)}, passes
 
 
-def advance(progress: Progress, tokens: int, trained_tokens: int, train_loss: float, step_s: float) -> None:
+def respond(run: Run, trouble: Trouble) -> None:
+    """Do what the policy says of a step that went wrong; its gradient is dropped already.
+
+    Raises:
+        TrainingError: it says stop, or what it says has been done too often.
+    """
+    progress = run.progress
+    told = {"message": trouble.message, "code": trouble.code, "action": trouble.action, "lines": list(trouble.lines)}
+    if trouble.action == "stop":
+        raise trouble.as_error()
+    if trouble.action == "rollback":
+        step, factor = roll_back(run, trouble)
+        told["message"] += f"; back to step {step}, from now on with {factor:g} x the learning rate"
+        told |= {"rolled_back_to": step, "rate_factor": factor}
+    if trouble.action == "skip":
+        progress.skips_in_a_row += 1
+        if progress.skips_in_a_row > MAX_SKIPS_IN_A_ROW:
+            raise trouble.as_error(f", as in the {MAX_SKIPS_IN_A_ROW} steps before")
+        told["message"] += "; the step changes no weights"
+    run.events.append("warning", trouble.step, told)
+
+
+def roll_back(run: Run, trouble: Trouble) -> tuple[int, float]:
+    """Go on from the newest checkpoint with half the rate; its step, and the factor of the rate from now on."""
+    steps, factor, seconds = run.progress.rolled_back_steps, run.progress.rate_factor, run.progress.seconds
+    checkpoint = find_way_back(run)
+    if checkpoint is None or len(steps) >= MAX_ROLLBACKS:
+        raise trouble.as_error(
+            "; there is no checkpoint left" if checkpoint is None else f"; gone back {len(steps)} times"
+        )
+    go_back(checkpoint, run.parallel, run.progress, run.checkpoints.source)
+    # Not written into the checkpoint: a run that is interrupted now meets the same trouble and comes to the same.
+    run.progress.rolled_back_steps = [*steps, trouble.step]
+    run.progress.rate_factor = factor / 2
+    run.progress.seconds = seconds
+    return run.progress.step, run.progress.rate_factor
+
+
+def find_way_back(run: Run) -> Path | None:
+    """Also where this one is damaged there may be another."""
+    run_dir, step = run.checkpoints.run_dir, run.progress.way_back_step
+    wanted = run_dir.checkpoints / checkpoint_name(step or 0)
+    return wanted if verify(wanted) is None else run_dir.find_resume_point()
+
+
+def advance(progress: Progress, tokens: int, trained_tokens: int, step_s: float) -> None:
     progress.step += 1
     progress.num_tokens += tokens
     progress.num_trained_tokens += trained_tokens
-    progress.train_loss = train_loss
     progress.seconds += step_s
 
 
 def report_step(
-    run: Run,
-    metrics: dict[str, float],
-    learning_rate: float,
-    grad_norm: float,
-    tokens: int,
-    step_s: float,
-    loss_scale: float | None,
+    run: Run, measured: Measured, learning_rate: float, tokens: int, step_s: float, loss_scale: float | None
 ) -> None:
     progress = run.progress
     data = {
-        **metrics,
+        **measured.metrics,
         "learning_rate": learning_rate,
-        "grad_norm": grad_norm,
+        "grad_norm": measured.grad_norm,
         "num_tokens": progress.num_tokens,
         "num_trained_tokens": progress.num_trained_tokens,
         "epoch": epochs_done(len(run.examples), run.plan.batch_size, progress.step),
@@ -191,15 +248,33 @@ def evaluate_when_due(run: Run) -> bool:
 
 
 def checkpoint_due(run: Run) -> bool:
-    """At every `save_steps`; with early stopping also where the validation loss is the lowest so far."""
+    """At every `save_steps` and at the end; with early stopping also where the validation loss is the lowest so far."""
     if evaluation_due(run):
         return False
-    return run.progress.step % run.plan.save_steps == 0 or is_best(run.progress)
+    return run.progress.step % run.plan.save_steps == 0 or is_best(run.progress) or not goes_on(run)
+
+
+def lacks_way_back(run: Run) -> bool:
+    return goes_back(run.plan) and not run.checkpoints.run_dir.list_checkpoints()
 
 
 def save_checkpoint(run: Run) -> None:
-    manifest = run.checkpoints.save(run.parallel, run.progress)
-    progress = run.progress
+    """Write a checkpoint and tell it. Weights that are not finite are a trouble of their own.
+
+    Raises:
+        TrainingError: the weights are not finite, and the policy is not to go back.
+    """
+    progress, way_back_step = run.progress, run.progress.way_back_step
+    if goes_back(run.plan) and (progress.step == 0 or checkpoint_due(run)):
+        progress.way_back_step = progress.step
+    try:
+        manifest = run.checkpoints.save(run.parallel, progress)
+    except TrainingError as error:
+        if error.code != "non_finite_weights" or run.plan.stability.on_nan != "rollback":
+            raise
+        progress.way_back_step = way_back_step
+        respond(run, Trouble(progress.step, "rollback", error.message, code="non_finite_weights"))
+        return
     data = {
         "path": f"checkpoints/{checkpoint_name(progress.step)}",
         "bytes": sum(file["bytes"] for file in manifest["files"]),
@@ -207,13 +282,3 @@ def save_checkpoint(run: Run) -> None:
         "eval_loss": progress.eval_loss if progress.evaluated_step == progress.step else None,
     }
     run.events.append("checkpoint", progress.step, data)
-
-
-def not_finite(step: int, train_loss: float, rows: Sequence[Trained]) -> TrainingError:
-    what = "gradient" if math.isfinite(train_loss) else "loss"
-    lines = ", ".join(str(row.line) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
-    message = (
-        f"the {what} of step {step} is not finite (rows of lines {lines}); lower the learning_rate, "
-        "or look at these rows"
-    )
-    return TrainingError(message, code="non_finite_loss")

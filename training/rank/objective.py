@@ -40,6 +40,9 @@ class Objective(Protocol):
     def prepare(self, path: Path, tokenizer: Any, max_seq_len: int) -> Prepared:
         """The examples of a file. Raises DataError and ModelError."""
 
+    def weigh(self, examples: Sequence[Any]) -> int:
+        """What the summed loss of examples is divided by: their trained tokens, or how many they are."""
+
     def open_window(
         self, parallel: Parallel, examples: Sequence[Any], rows_per_pass: int, stop_asked: Callable[[], bool]
     ) -> Window | None:

@@ -41,6 +41,10 @@ def learning_rate_at(step: int, plan: Plan) -> float:
     if step <= plan.warmup_steps:
         return plan.learning_rate * step / plan.warmup_steps
     done = (step - 1 - plan.warmup_steps) / (plan.steps - plan.warmup_steps)
+    if plan.lr_scheduler == "wsd":
+        # 1 - sqrt, the best of the decays tried (Haegele et al. 2024, arXiv:2405.18392).
+        decayed = step - 1 - (plan.steps - plan.decay_steps)
+        return plan.learning_rate * (1 - math.sqrt(max(0, decayed) / max(1, plan.decay_steps)))
     factors = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
     return plan.learning_rate * factors[plan.lr_scheduler]
 

@@ -15,6 +15,7 @@ import torch
 
 from training.errors import CapacityError
 from training.events import EventLog
+from training.extending import require_target
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
 from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress, load_weights
@@ -26,6 +27,7 @@ from training.rank.loop import Run, train
 from training.rank.loss import keeps_rows_apart
 from training.rank.model import base_dtype, build_model, cast_weights, make_facts
 from training.rank.parallel import SingleDevice
+from training.rank.start import load_start
 from training.rank.stop import Stop
 from training.rank.weights import save_weights, weights_name
 from training.rundir import (
@@ -127,12 +129,16 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     if found:
         checkpoints.require_own(found)
         load_progress(found, this.progress)
+        require_target(inputs.spec, plan.steps, this.progress.step)
         _find_best(this)
     _set_up_device(plan)
     _seed(plan.seed)
     adapter = inputs.spec.adapter
     weights = found / "model" if found and adapter.type == "full" else None
-    parallel = SingleDevice(build_model(inputs.source, plan, adapter, weights), plan)
+    model = build_model(inputs.source, plan, adapter, weights)
+    if inputs.start and not found:
+        load_start(inputs.start, model, inputs.source)
+    parallel = SingleDevice(model, plan)
     if found:
         load_checkpoint(found, parallel)
     return Run(

@@ -16,6 +16,9 @@ from training.rank.parallel import Parallel
 class _NextToken:
     """Cross-entropy over the trained tokens of a window, so that neither rows nor passes weigh in."""
 
+    def weigh(self, examples: Sequence[Example]) -> int:
+        return count_trained(examples)
+
     def open_window(
         self,
         parallel: Parallel,  # noqa: ARG002 - nothing has to be computed beforehand
@@ -23,7 +26,7 @@ class _NextToken:
         rows_per_pass: int,  # noqa: ARG002
         stop_asked: Callable[[], bool],  # noqa: ARG002
     ) -> Window | None:
-        return Window(count_trained(examples))
+        return Window(self.weigh(examples))
 
     def score(self, model: nn.Module, examples: Sequence[Example], window: Window) -> Scores:  # noqa: ARG002
         loss, right = score(model, make_batch(examples, next(model.parameters()).device))

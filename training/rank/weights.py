@@ -1,5 +1,6 @@
 """What a run makes, as folders that peft and transformers load by themselves: `adapter/` or `model/`."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from training.rank.source import Source
 from training.rundir import write_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_DIGEST = "base_digest"
+"""In the metadata of an adapter's weights: the base model that they belong to."""
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -34,7 +37,7 @@ def save_weights(model: nn.Module, tokenizer: Any, source: Source, folder: Path)
     _require_finite(model)
     folder.mkdir(parents=True)
     if is_adapted(model):
-        _save_adapter(model, folder)
+        _save_adapter(model, source, folder)
     else:
         _save_model(model, source, folder)
     tokenizer.save_pretrained(folder)
@@ -57,19 +60,38 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         raise TrainingError(f"{folder}: the adapter does not fit the model: {(missing or report.unexpected_keys)[:3]}")
 
 
-def _save_adapter(model: nn.Module, folder: Path) -> None:
+def make_adapter_config(model: nn.Module) -> dict[str, Any]:
+    config = {**model.peft_config["default"].to_dict(), "inference_mode": True}
+    # Sets have no order of their own: the same run is to give the same bytes.
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+
+
+def _save_adapter(model: nn.Module, source: Source, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    config = {**model.peft_config["default"].to_dict(), "inference_mode": True}
+    config = make_adapter_config(model)
     if is_pissa(model):
         state, config = as_plain_lora(model, state, config)
     # Copies: tied weights stand under both their names.
     state = {name: weight.detach().cpu().clone(memory_format=torch.contiguous_format) for name, weight in state.items()}
-    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    # Sets have no order of their own: the same run is to give the same bytes.
-    config = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE_DIGEST: source.digest})
+    _sort_metadata(folder / ADAPTER_WEIGHTS)
     write_json(folder / "adapter_config.json", config)
+
+
+def _sort_metadata(file: Path) -> None:
+    """safetensors writes the keys of the metadata in an order that changes from call to call: the same run is to give
+    the same bytes."""
+    with file.open("r+b") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(ordered) != size:
+            raise TrainingError(f"{file}: its header, put in order, takes {len(ordered)} bytes and not {size}")
+        opened.seek(8)
+        opened.write(ordered)
 
 
 def _save_model(model: nn.Module, source: Source, folder: Path) -> None:
