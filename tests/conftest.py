@@ -65,6 +65,9 @@ def database(
     cached = (settings.get_settings, session.get_engine, queue.get_celery, artifacts.get_object_store)
     for function in cached:
         function.cache_clear()
+    # A request of the test before may just be reading its own settings, and would leave them in the cache.
+    while settings.get_settings().data_dir != tmp_path / "data":
+        settings.get_settings.cache_clear()
     with session.open_session() as opened:
         for table in reversed(Base.metadata.sorted_tables):
             opened.execute(table.delete())
