@@ -13,6 +13,7 @@ from training.spec import (
     Hyperparameters,
     JobSpec,
     KtoHyperparameters,
+    NextTokenHyperparameters,
     Optimizer,
     PreferenceHyperparameters,
     Stability,
@@ -69,7 +70,7 @@ class Counts(_Fact):
 class DataFacts(_Fact):
     """What the plan has to know of the data: `longest_tokens` and `longest_trained_tokens` are of one sequence.
 
-    `examples` are what a batch is made of: rows, pairs of them, or pieces of long texts.
+    `examples` are what a batch is made of: rows, pairs of them, pieces of long texts, or several rows in one sequence.
     """
 
     counts: Counts
@@ -118,6 +119,7 @@ class Plan(_Fact):
     optimizer: Optimizer
     max_seq_len: int
     truncation: Literal["error", "drop", "truncate"]
+    packing: bool = False
     train_on: Literal["assistant", "last", "all"] | None
     eval_steps: int | None
     "None where there is no validation file."
@@ -155,10 +157,9 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     device = _device(spec, hardware)
     precision = _precision(spec, hardware, device, why)
     max_seq_len = make_max_seq_len(spec, model.context_tokens, data.longest_tokens, why)
-    rows = data.examples
-    batch = _batch_size(asked, rows, why)
+    batch = _batch_size(asked, data.examples, why)
     micro, checkpointing = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
-    epochs, steps, steps_per_epoch = _length(asked, rows, batch, why)
+    epochs, steps, steps_per_epoch = _length(asked, data, batch, why)
     return Plan(
         device=device,
         ranks=1,
@@ -178,6 +179,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         optimizer=_optimizer(spec, device),
         max_seq_len=max_seq_len,
         truncation=asked.truncation,
+        packing=_packing(asked, why),
         train_on=asked.train_on if isinstance(asked, SupervisedHyperparameters) else None,
         eval_steps=_every("eval_steps", asked.eval_steps, steps, why) if data.validation_rows else None,
         save_steps=_every("save_steps", asked.save_steps, steps, why),
@@ -335,6 +337,15 @@ def _attention(spec: JobSpec, why: dict[str, str]) -> Literal["sdpa", "eager"]:
     return "sdpa"
 
 
+def _packing(asked: Hyperparameters, why: dict[str, str]) -> bool:
+    if not isinstance(asked, NextTokenHyperparameters):
+        return False
+    if asked.packing != "auto":
+        return asked.packing
+    why["packing"] = "rows are laid end to end without padding either way; batch_size then counts rows"
+    return False
+
+
 def _batch_size(asked: Hyperparameters, rows: int, why: dict[str, str]) -> int:
     """About 0.2% of the rows, OpenAI's published default, kept within 4 to 32: below, steps are noise; above, LoRA
     loses against full fine-tuning ("LoRA Without Regret", Schulman et al. 2025)."""
@@ -407,11 +418,12 @@ def _given_micro(asked: Hyperparameters, batch: int) -> int | None:
     return None
 
 
-def _length(asked: Hyperparameters, rows: int, batch: int, why: dict[str, str]) -> tuple[float, int, int]:
+def _length(asked: Hyperparameters, data: DataFacts, batch: int, why: dict[str, str]) -> tuple[float, int, int]:
     """Epochs, steps, steps of a whole epoch. An epoch ends with its own last, maybe smaller, window: no row is dropped
     or carried over. Automatic epochs follow OpenAI's published rule: 3, but at least 100 and at most 25,000 examples.
     """
-    steps_per_epoch = math.ceil(rows / batch)
+    rows = data.counts.trained_rows if _packing(asked, {}) else data.examples
+    steps_per_epoch = math.ceil(data.examples / batch)
     if asked.max_steps is not None:
         return asked.max_steps / steps_per_epoch, asked.max_steps, steps_per_epoch
     epochs = asked.n_epochs
@@ -424,7 +436,7 @@ def _length(asked: Hyperparameters, rows: int, batch: int, why: dict[str, str]) 
         why["n_epochs"] = "3, but at least 100 and at most 25,000 examples in all, and at most 25 epochs"
     whole = math.floor(epochs)
     # Rounded first: 0.1 + 0.2 epochs of 10 rows are 3 rows, not 4.
-    part = math.ceil(round(rows * (epochs - whole), 6) / batch)
+    part = math.ceil(round(data.examples * (epochs - whole), 6) / batch)
     return epochs, whole * steps_per_epoch + part, steps_per_epoch
 
 

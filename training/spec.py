@@ -24,7 +24,6 @@ NOT_OFFERED = {
     "deepspeed": "a DeepSpeed config is not offered yet; leave the field out",
     "parallelism": "training on several devices is not offered yet; leave the field out",
     "validation_split": "splitting the training file is not offered yet; upload a validation_file instead",
-    "packing": "packing is not offered yet; leave the field out (no padding is computed either way)",
 }
 """Fields of the contract that this version refuses by name rather than to ignore them."""
 
@@ -207,7 +206,12 @@ class Hyperparameters(_Part):
         return self
 
 
-class SupervisedHyperparameters(Hyperparameters):
+class NextTokenHyperparameters(Hyperparameters):
+    packing: Switch = "auto"
+    "Several rows in one sequence of up to max_seq_len tokens, none seeing another; batch_size then counts sequences."
+
+
+class SupervisedHyperparameters(NextTokenHyperparameters):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     "Which tokens carry loss; a message's own weight of 0 or 1 wins."
 
@@ -379,7 +383,7 @@ class _Kto(_Part):
 
 
 class _Pretrain(_Part):
-    hyperparameters: Hyperparameters = Hyperparameters()
+    hyperparameters: NextTokenHyperparameters = NextTokenHyperparameters()
 
 
 class Method(_Part):
@@ -488,7 +492,7 @@ _HYPERPARAMETERS: dict[str, type[Hyperparameters]] = {
     "supervised": SupervisedHyperparameters,
     "dpo": PreferenceHyperparameters,
     "kto": KtoHyperparameters,
-    "pretrain": Hyperparameters,
+    "pretrain": NextTokenHyperparameters,
 }
 
 

@@ -42,9 +42,10 @@ def test_no_auto_is_left_and_each_automatic_number_has_its_reason() -> None:
     assert "auto" not in str(plan.as_json())
     automatic = {"n_epochs", "batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "max_seq_len"}
     automatic |= {"eval_steps", "save_steps", "precision", "gradient_checkpointing", "attention", "save_total_limit"}
+    automatic |= {"packing"}
     assert set(plan.reasons) == automatic
     asked = {"n_epochs": 1, "batch_size": 2, "micro_batch_size": 1, "learning_rate": 1e-4, "warmup_steps": 0}
-    asked |= {"max_seq_len": 64, "eval_steps": 3, "save_steps": 3, "save_total_limit": 2}
+    asked |= {"max_seq_len": 64, "eval_steps": 3, "save_steps": 3, "save_total_limit": 2, "packing": False}
     settled = plan_for(hyper=asked, precision="fp32", gradient_checkpointing=False, attention="eager")
     assert settled.reasons == {}
 

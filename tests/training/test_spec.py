@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from training.errors import SpecError
-from training.spec import Adapter, Hyperparameters, JobSpec, parse_spec
+from training.spec import (
+    Adapter,
+    JobSpec,
+    KtoHyperparameters,
+    NextTokenHyperparameters,
+    PreferenceHyperparameters,
+    SupervisedHyperparameters,
+    parse_spec,
+)
 
 LEAST = {"model": "tiny", "training_file": "file-1"}
 HYPER = "method.supervised.hyperparameters"
@@ -128,8 +136,9 @@ def test_a_spec_cannot_be_changed() -> None:
 def test_every_field_of_the_schema_is_documented_by_its_limits() -> None:
     schema = JobSpec.model_json_schema()
     assert set(schema["properties"]) == set(JobSpec.model_fields)
-    hyper = schema["$defs"]["Hyperparameters"]["properties"]
-    assert set(hyper) == set(Hyperparameters.model_fields)
+    for kind in (NextTokenHyperparameters, SupervisedHyperparameters, PreferenceHyperparameters, KtoHyperparameters):
+        hyper = schema["$defs"][kind.__name__]["properties"]
+        assert set(hyper) == set(kind.model_fields)
     assert hyper["batch_size"]["anyOf"][0] == {"minimum": 1, "type": "integer"}
     assert set(schema["$defs"]["Adapter"]["properties"]) == set(Adapter.model_fields)
 

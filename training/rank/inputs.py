@@ -15,11 +15,18 @@ from training.rank.kto import Kto
 from training.rank.loss import count_tokens, count_trained
 from training.rank.model import context_tokens, load_config, load_tokenizer
 from training.rank.objective import Objective
+from training.rank.packing import Pack, pack
 from training.rank.source import Source, find_source
 from training.rank.start import Start, find_start
 from training.rank.supervised import Pretrain, Supervised
 from training.rundir import file_sha256
-from training.spec import JobSpec, KtoHyperparameters, PreferenceHyperparameters, SupervisedHyperparameters
+from training.spec import (
+    JobSpec,
+    KtoHyperparameters,
+    NextTokenHyperparameters,
+    PreferenceHyperparameters,
+    SupervisedHyperparameters,
+)
 
 PATHS = {"model", "training_file", "validation_file", "resume_from"}
 """Of these the content counts, not where they lie."""
@@ -49,6 +56,8 @@ def load_inputs(spec: JobSpec, *, base_name: str | None = None, weights: bool) -
     validation = None
     if spec.validation_file is not None:
         validation = _prepare(objective, "validation_file", spec.validation_file, tokenizer, limit)
+    if isinstance(spec.hyper, NextTokenHyperparameters) and spec.hyper.packing is True:
+        training = pack(training, spec, context_tokens(config))
     return Inputs(spec, source, config, tokenizer, objective, training, validation, start)
 
 
@@ -64,12 +73,16 @@ def make_objective(spec: JobSpec) -> Objective:
 
 
 def make_data_facts(inputs: Inputs) -> DataFacts:
-    rows = sequences_of(inputs.training.examples)
+    examples = inputs.training.examples
+    rows = sequences_of(examples)
+    # What is packed is one sequence; the sides of a pair are two.
+    packed = [example.sequences for example in examples if isinstance(example, Pack)]
+    sequences = packed or [(row,) for row in rows]
     return DataFacts(
         counts=inputs.training.counts,
-        examples=len(inputs.training.examples),
-        longest_tokens=max(count_tokens([row]) for row in rows),
-        longest_trained_tokens=max(count_trained([row]) for row in rows),
+        examples=len(examples),
+        longest_tokens=max(count_tokens(sequence) for sequence in sequences),
+        longest_trained_tokens=max(count_trained(sequence) for sequence in sequences),
         tokens=count_tokens(rows),
         trained_tokens=count_trained(rows),
         validation_rows=len(inputs.validation.examples) if inputs.validation else 0,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.errors import CapacityError
+from training.errors import CapacityError, SpecError
 from training.events import EventLog
 from training.extending import require_target
 from training.hardware import Hardware, find_hardware
@@ -41,7 +41,7 @@ from training.rundir import (
     verify,
     write_json,
 )
-from training.spec import Adapter, load_spec
+from training.spec import JobSpec, load_spec
 
 MAX_ROW_WARNINGS = 20
 
@@ -147,7 +147,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
         parallel=parallel,
         examples=inputs.training.examples,
         validation=inputs.validation.examples if inputs.validation else [],
-        rows_per_pass=_rows_per_pass(this, parallel, plan, adapter),
+        rows_per_pass=_rows_per_pass(this, parallel, plan, inputs.spec),
         events=this.events,
         checkpoints=checkpoints,
         progress=this.progress,
@@ -155,13 +155,18 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     )
 
 
-def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan, adapter: Adapter) -> int:
-    """The micro-batch; 1 where the model cannot tell rows apart, which changes the speed and not the result."""
-    if plan.micro_batch_size == 1:
+def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan, spec: JobSpec) -> int:
+    """The micro-batch; 1 where the model cannot tell rows apart, which changes the speed and not the result. Raises
+    SpecError where rows are to be packed all the same."""
+    if plan.micro_batch_size == 1 and not plan.packing:
         return 1
     with parallel.compute():
-        if may_share_a_pass(adapter) and keeps_rows_apart(parallel.model, parallel.device):
+        if may_share_a_pass(spec.adapter) and keeps_rows_apart(parallel.model, parallel.device):
             return plan.micro_batch_size
+    if plan.packing:
+        param = f"{spec.hyperparameters_path}.packing"
+        message = f"{param}: this kind of model or adapter mixes up rows of one sequence; set it to false"
+        raise SpecError(message, param=param)
     message = "this kind of model mixes up rows of one pass; each row gets a pass of its own"
     this.events.append("warning", this.progress.step, {"message": message, "code": "row_by_row"})
     return 1

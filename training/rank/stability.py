@@ -11,7 +11,7 @@ from torch import Tensor
 from training.errors import TrainingError
 from training.plan import Plan
 from training.rank.checkpoint import Progress
-from training.rank.data import Trained
+from training.rank.data import Trained, sequences_of
 
 WINDOW_STEPS = 50
 """The losses that a step is compared with."""
@@ -47,8 +47,9 @@ class Measured:
 
     def lines_where(self, guilty: Callable[[float], bool]) -> tuple[int, ...]:
         """The lines of the rows whose own loss is at fault; of all rows where it is none in particular."""
-        found = [rows for rows, mean in self.passes if guilty(float(mean))]
-        return tuple(row.line for rows in found or [rows for rows, _ in self.passes] for row in rows)
+        found = [rows for rows, mean in self.passes if guilty(float(mean))] or [rows for rows, _ in self.passes]
+        # The sides of a pair stand on one line.
+        return tuple(dict.fromkeys(row.line for rows in found for row in sequences_of(rows)))
 
 
 @dataclass(frozen=True)

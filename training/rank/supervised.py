@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from training.rank.data import Example, Prepared, prepare, prepare_texts
+from training.rank.data import Prepared, Trained, prepare, prepare_texts, sequences_of
 from training.rank.loss import count_trained, make_batch, score
 from training.rank.objective import Scores, Sums, Window
 from training.rank.parallel import Parallel
@@ -16,20 +16,20 @@ from training.rank.parallel import Parallel
 class _NextToken:
     """Cross-entropy over the trained tokens of a window, so that neither rows nor passes weigh in."""
 
-    def weigh(self, examples: Sequence[Example]) -> int:
-        return count_trained(examples)
+    def weigh(self, examples: Sequence[Trained]) -> int:
+        return count_trained(sequences_of(examples))
 
     def open_window(
         self,
         parallel: Parallel,  # noqa: ARG002 - nothing has to be computed beforehand
-        examples: Sequence[Example],
+        examples: Sequence[Trained],
         rows_per_pass: int,  # noqa: ARG002
         stop_asked: Callable[[], bool],  # noqa: ARG002
     ) -> Window | None:
         return Window(self.weigh(examples))
 
-    def score(self, model: nn.Module, examples: Sequence[Example], window: Window) -> Scores:  # noqa: ARG002
-        loss, right = score(model, make_batch(examples, next(model.parameters()).device))
+    def score(self, model: nn.Module, examples: Sequence[Trained], window: Window) -> Scores:  # noqa: ARG002
+        loss, right = score(model, make_batch(sequences_of(examples), next(model.parameters()).device))
         return Scores(loss, {"right": right})
 
     def make_metrics(self, sums: Sums, window: Window) -> dict[str, float]:  # noqa: ARG002 - the loss says it all
