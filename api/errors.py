@@ -13,7 +13,7 @@ from starlette.routing import Match
 
 from store.errors import ConflictError, InvalidRequestError, NotFoundError
 from training.errors import BurnishError, DataError, Fault, ModelError, SpecError, StorageError
-from training.spec import show
+from training.fields import show
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from sqlalchemy.orm import Session
 from store.errors import InvalidRequestError
 from store.models import Artifact, Checkpoint, Job
 from store.status import JobStatus
-from training.spec import Adapter, JobSpec
+from training.adapter import Adapter
+from training.spec import JobSpec
 
 PARAM = "resume_from"
 SHAPE = ("type", "r", "alpha", "target_modules")

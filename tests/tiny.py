@@ -9,7 +9,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from training.plan import Counts, Memory, Plan
+from training.facts import Counts
+from training.memory import Memory
+from training.plan import Plan
 
 TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"

@@ -3,12 +3,13 @@
 import math
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from training.adapter import Adapter
 from training.errors import SpecError
+from training.facts import Counts, DataFacts, Fact, ModelFacts
+from training.fields import Steps
 from training.hardware import CPU_FORMATS, Format, Hardware
+from training.memory import Memory, forecast_memory
 from training.spec import (
-    Adapter,
     EarlyStopping,
     Hyperparameters,
     JobSpec,
@@ -17,7 +18,6 @@ from training.spec import (
     Optimizer,
     PreferenceHyperparameters,
     Stability,
-    Steps,
     SupervisedHyperparameters,
 )
 
@@ -35,68 +35,7 @@ MAX_TOKENS_PER_FORWARD = 8192
 """Where a GPU is busy with rows of usual models; more rows in one pass cost memory and gain little."""
 
 
-class _Fact(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class ModelFacts(_Fact):
-    """What the plan has to know of the base model; `*_parameters` are counts."""
-
-    family: str
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    vocabulary: int
-    parameters: int
-    trained_parameters: int
-    quantised_parameters: int = 0
-    "Of the frozen ones, those that are kept in 4 or 8 bits."
-    context_tokens: int | None
-
-
-class Counts(_Fact):
-    """Rows of the training file. `dropped` holds those without a trained token too, which `masked` counts alone."""
-
-    rows: int
-    trained_rows: int
-    truncated: int = 0
-    dropped: int = 0
-    masked: int = 0
-    desirable: int | None = None
-    "Of the trained rows, those labelled true; None where labels are not read."
-    undesirable: int | None = None
-
-
-class DataFacts(_Fact):
-    """What the plan has to know of the data: `longest_tokens` and `longest_trained_tokens` are of one sequence.
-
-    `examples` are what a batch is made of: rows, pairs of them, pieces of long texts, or several rows in one sequence.
-    """
-
-    counts: Counts
-    examples: int
-    longest_tokens: int
-    longest_trained_tokens: int
-    tokens: int
-    trained_tokens: int
-    validation_rows: int = 0
-
-
-class Memory(_Fact):
-    """A forecast of the device's memory by part, in bytes."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-    logits_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.__dict__.values())
-
-
-class Plan(_Fact):
+class Plan(Fact):
     """A run with no `auto` left. `reasons` says for each number that was automatic where it comes from."""
 
     plan_version: Literal[1] = 1
@@ -229,55 +168,11 @@ def make_max_seq_len(
     return min(limits) if limits else 2**31
 
 
-def forecast_memory(
-    spec: JobSpec,
-    precision: str,
-    model: ModelFacts,
-    data: DataFacts,
-    max_seq_len: int,
-    micro_batch_size: int,
-    gradient_checkpointing: bool,
-) -> Memory:
-    """Bytes by part on the device.
-
-    Model states as in ZeRO (Rajbhandari et al. 2020, section 3.1): what is trained is kept in fp32 with its gradient
-    and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations are counted as Korthikanti
-    et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
-    backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
-    gated MLP) numbers; with checkpointing one input a layer and one whole layer. The head runs on labelled positions
-    only: logits, their logarithms and their gradient, in fp32. One quantised layer at a time is unpacked.
-    """
-    width = 4 if precision == "fp32" else 2
-    frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
-    # The loss of a pair needs both of its sides at once.
-    sequences = 2 * micro_batch_size if spec.method.type == "dpo" else micro_batch_size
-    tokens = sequences * min(data.longest_tokens, max_seq_len)
-    layer_bytes = width * tokens * (12 * model.hidden_size + 4 * model.intermediate_size)
-    kept = layer_bytes + model.layers * width * tokens * model.hidden_size
-    unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
-    quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
-    return Memory(
-        weights_bytes=(frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4,
-        gradients_bytes=model.trained_parameters * 4,
-        optimizer_bytes=_optimizer_bytes(spec, model),
-        activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes) + unpacked_bytes,
-        logits_bytes=3 * 4 * sequences * data.longest_trained_tokens * model.vocabulary,
-    )
-
-
 def may_share_a_pass(adapter: Adapter) -> bool:
     """Whether rows may. In 8 bits inputs with outliers are kept in 16 bits (Dettmers et al. 2022); these are looked for
     over all rows of a pass, so that a row would be computed otherwise beside another one. A prefix or prompt stands
     before the first row of a pass only."""
     return adapter.virtual_tokens == 0 and (adapter.type != "qlora" or adapter.bits == 4)
-
-
-def bits_per_weight(adapter: Adapter) -> float:
-    """What bitsandbytes keeps of a quantised weight: 4 bits and a scale for each 64 weights, in fp32, or in 8 bits with
-    an fp32 scale for each 256 of them (QLoRA, section 3); or 8 bits and a scale for each row, next to nothing."""
-    if adapter.bits == 8:
-        return 8.0
-    return 4 + (8 / 64 + 32 / (64 * 256) if adapter.double_quant else 32 / 64)
 
 
 def _device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
@@ -315,19 +210,6 @@ def _optimizer(spec: JobSpec, device: str) -> Optimizer:
         message = f'{param}: a CPU has no memory to page to; it has "adamw", "adamw_8bit" and "adafactor"'
         raise SpecError(message, param=param)
     return asked
-
-
-def _optimizer_bytes(spec: JobSpec, model: ModelFacts) -> int:
-    """Adam's two moments, in fp32 or in 8 bits with an fp32 scale for each 256; Adafactor's rows and columns of the
-    second moment, where the narrow side of an adapter's matrix is its rank."""
-    match spec.hyper.optimizer:
-        case "adamw":
-            return model.trained_parameters * 8
-        case "adafactor":
-            narrow = spec.adapter.r if spec.adapter.is_low_rank else model.hidden_size
-            return math.ceil(model.trained_parameters * 4 / narrow)
-        case _:
-            return math.ceil(model.trained_parameters * 2 * (1 + 4 / 256))
 
 
 def _attention(spec: JobSpec, why: dict[str, str]) -> Literal["sdpa", "eager"]:

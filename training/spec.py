@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
+from training.adapter import Adapter
 from training.errors import SpecError
+from training.fields import Auto, Part, Steps, Switch, at, not_together, real, show, whole
 
-Auto = Literal["auto"]
+MAX_EPOCHS = 10_000
 
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
 
@@ -34,171 +36,71 @@ VALUES_NOT_OFFERED = {
 """Values of the contract that this version refuses by name, by the field's path or its last part."""
 
 
-MAX_NUMBER = 10**9
-"""What no number of a job is beyond; larger ones are slips, and would occupy a machine."""
-MAX_EPOCHS = 10_000
-MAX_REGEX_LENGTH = 1000
-
-
-def show(value: object) -> str:
-    """A value as a person would name it in an error: its text, and its kind where that is the fault."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"a number of about {value.bit_length() * 3 // 10} digits"
-    kinds: dict[type, str] = {bool: "a boolean", str: "text", dict: "an object", list: "a list"}
-    kind = kinds.get(type(value))
-    text = repr(value) if not isinstance(value, str) else f'"{value}"'
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return f"{text} ({kind})" if kind else text
-
-
-def _wrong(message: str) -> PydanticCustomError:
-    return PydanticCustomError("burnish", "{message}", {"message": message})
-
-
-def _not_together(part: BaseModel, first: str, second: str) -> None:
-    given = part.model_fields_set
-    if {first, second} <= given and "auto" not in (getattr(part, first), getattr(part, second)):
-        raise _at(second, f"not together with {first}; leave one of the two out")
-
-
-def _at(field: str, message: str) -> PydanticCustomError:
-    """An error of a whole object that belongs to one of its fields."""
-    return PydanticCustomError("burnish", "{message}", {"message": message, "field": field})
-
-
-def _number(
-    kind: type, low: float, high: float, *, above: bool = False, auto: bool = False, below: bool = False
-) -> PlainValidator:
-    """A check for a JSON number within limits; text and booleans are refused, also where they look like one."""
-    word = "a whole number" if kind is int else "a number"
-    if high == MAX_NUMBER:
-        wanted = f"{word} {'greater than' if above else 'of at least'} {low:g}"
-    elif below:
-        wanted = f"{word} from {low:g} to below {high:g}"
-    else:
-        wanted = f"{word} {'above' if above else 'from'} {low:g} {'and up' if above else ''} to {high:.10g}"
-    wanted = " ".join(wanted.split()) + (' or "auto"' if auto else "")
-
-    def check(value: object) -> object:
-        if auto and value == "auto":
-            return value
-        kinds = (int,) if kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise _wrong(f"{show(value)} is not {wanted}")
-        # Limits first: no whole number is too large to be compared, but many are for a float.
-        if not low <= value <= high or (above and value <= low):
-            limit = f"; at most {high:,}" if high == MAX_NUMBER and value > high else ""
-            raise _wrong(f"{show(value)} is not {wanted}{limit}")
-        if below and value >= high:
-            raise _wrong(f"{show(value)} is not {wanted}")
-        return kind(value)
-
-    schema: Any = Annotated[kind, Field(gt=low) if above else Field(ge=low)]
-    return PlainValidator(check, json_schema_input_type=schema | Auto if auto else schema)
-
-
-def _whole(low: int, high: float = MAX_NUMBER, *, auto: bool = False) -> PlainValidator:
-    return _number(int, low, high, auto=auto)
-
-
-def _real(
-    low: float, high: float = MAX_NUMBER, *, above: bool = False, auto: bool = False, below: bool = False
-) -> PlainValidator:
-    return _number(float, low, high, above=above, auto=auto, below=below)
-
-
-def _steps(value: object) -> object:
-    """`auto`, a number of steps, or a share of the run in (0, 1)."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_NUMBER):
-        return value
-    if isinstance(value, float) and (0 < value < 1 or (1 <= value <= MAX_NUMBER and value.is_integer())):
-        return value if value < 1 else int(value)
-    raise _wrong(f'{show(value)} is not "auto", a whole number of steps of at least 1, or a share of the run in (0, 1)')
-
-
-def _switch(value: object) -> object:
-    if value == "auto" or isinstance(value, bool):
-        return value
-    raise _wrong(f'{show(value)} is not "auto", true or false')
-
-
-Switch = Annotated[bool | Auto, PlainValidator(_switch, json_schema_input_type=bool | Auto)]
-
-Steps = Annotated[
-    int | float | Auto,
-    PlainValidator(_steps, json_schema_input_type=Annotated[float, Field(gt=0)] | Auto),
-]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class EarlyStopping(_Part):
+class EarlyStopping(Part):
     """The run ends when the validation loss falls no more; the result is the checkpoint where it was lowest."""
 
-    patience: Annotated[int, _whole(1)] = 3
+    patience: Annotated[int, whole(1)] = 3
     "Evaluations in a row without a gain, after which the run ends."
-    min_delta: Annotated[float, _real(0)] = 0.0
+    min_delta: Annotated[float, real(0)] = 0.0
     "The validation loss has to fall by more than this to count as a gain."
 
 
-class Hyperparameters(_Part):
+class Hyperparameters(Part):
     """The numbers of any run; what is `auto` is resolved in `plan.py`, with its reason."""
 
-    n_epochs: Annotated[float | Auto, _real(0, MAX_EPOCHS, above=True, auto=True)] = "auto"
+    n_epochs: Annotated[float | Auto, real(0, MAX_EPOCHS, above=True, auto=True)] = "auto"
     "Passes over the training file; fractions are allowed."
-    max_steps: Annotated[int | None, _whole(1)] = None
+    max_steps: Annotated[int | None, whole(1)] = None
     "Optimizer steps, in the place of n_epochs."
-    batch_size: Annotated[int | Auto, _whole(1, auto=True)] = "auto"
+    batch_size: Annotated[int | Auto, whole(1, auto=True)] = "auto"
     "Examples in one optimizer step, over all devices."
-    micro_batch_size: Annotated[int | Auto, _whole(1, auto=True)] = "auto"
+    micro_batch_size: Annotated[int | Auto, whole(1, auto=True)] = "auto"
     "Rows in one forward pass on one device."
-    gradient_accumulation_steps: Annotated[int | Auto, _whole(1, auto=True)] = "auto"
+    gradient_accumulation_steps: Annotated[int | Auto, whole(1, auto=True)] = "auto"
     "Forward passes in one optimizer step; batch_size = micro_batch_size x this."
-    learning_rate: Annotated[float | Auto, _real(0, above=True, auto=True)] = "auto"
+    learning_rate: Annotated[float | Auto, real(0, above=True, auto=True)] = "auto"
     "The peak rate."
-    learning_rate_multiplier: Annotated[float | Auto, _real(0, above=True, auto=True)] = "auto"
+    learning_rate_multiplier: Annotated[float | Auto, real(0, above=True, auto=True)] = "auto"
     "Times the automatic rate, in the place of learning_rate."
     lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     "How the rate falls after the warm-up; wsd keeps the peak and falls at the end only."
-    decay_ratio: Annotated[float | None, _real(0, 1)] = None
+    decay_ratio: Annotated[float | None, real(0, 1)] = None
     "Of wsd: the share of the run in which the rate falls; 0.2 where it is not given."
-    warmup_ratio: Annotated[float | None, _real(0, 1, below=True)] = None
+    warmup_ratio: Annotated[float | None, real(0, 1, below=True)] = None
     "Share of the run in which the rate rises; 0.03 where neither this nor warmup_steps is given."
-    warmup_steps: Annotated[int | None, _whole(0)] = None
+    warmup_steps: Annotated[int | None, whole(0)] = None
     "Steps in which the rate rises."
-    weight_decay: Annotated[float, _real(0)] = 0.0
-    max_grad_norm: Annotated[float, _real(0)] = 1.0
+    weight_decay: Annotated[float, real(0)] = 0.0
+    max_grad_norm: Annotated[float, real(0)] = 1.0
     "Gradients are clipped to this global norm; 0 turns clipping off."
     optimizer: Optimizer = "adamw"
     "8bit: moments in 8 bits (Dettmers et al. 2022); paged: they move to the host's memory where the GPU runs full."
-    max_seq_len: Annotated[int | Auto, _whole(8, auto=True)] = "auto"
+    max_seq_len: Annotated[int | Auto, whole(8, auto=True)] = "auto"
     "Tokens of the longest row; auto is what the model and the data allow."
     truncation: Literal["error", "drop", "truncate"] = "truncate"
     "What happens to a longer row. A row left with no trained token is dropped and counted. pretrain cuts into pieces."
     eval_steps: Steps = "auto"
     save_steps: Steps = "auto"
-    save_total_limit: Annotated[int | Auto, _whole(1, auto=True)] = "auto"
+    save_total_limit: Annotated[int | Auto, whole(1, auto=True)] = "auto"
     "Checkpoints that are kept. The newest and the best always are."
     early_stopping: EarlyStopping | None = None
     "Off where it is not given; needs a validation file."
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        _not_together(self, "n_epochs", "max_steps")
-        _not_together(self, "learning_rate", "learning_rate_multiplier")
-        _not_together(self, "warmup_ratio", "warmup_steps")
+        not_together(self, "n_epochs", "max_steps")
+        not_together(self, "learning_rate", "learning_rate_multiplier")
+        not_together(self, "warmup_ratio", "warmup_steps")
         if self.decay_ratio is not None and self.lr_scheduler != "wsd":
-            raise _at("decay_ratio", f'belongs to lr_scheduler "wsd"; leave it out with "{self.lr_scheduler}"')
+            raise at("decay_ratio", f'belongs to lr_scheduler "wsd"; leave it out with "{self.lr_scheduler}"')
         batch, micro, cuts = self.batch_size, self.micro_batch_size, self.gradient_accumulation_steps
         if isinstance(micro, int) and isinstance(batch, int) and batch % micro:
-            raise _at("micro_batch_size", f"{micro} does not divide batch_size {batch}")
+            raise at("micro_batch_size", f"{micro} does not divide batch_size {batch}")
         if isinstance(cuts, int) and isinstance(batch, int) and batch % cuts:
-            raise _at("gradient_accumulation_steps", f"{cuts} does not divide batch_size {batch}")
+            raise at("gradient_accumulation_steps", f"{cuts} does not divide batch_size {batch}")
         whole = isinstance(batch, int) and isinstance(micro, int) and isinstance(cuts, int)
         if whole and batch != micro * cuts:  # type: ignore[operator]
-            raise _at(
+            raise at(
                 "gradient_accumulation_steps",
                 f"batch_size {batch} is not micro_batch_size {micro} x gradient_accumulation_steps {cuts}; "
                 "leave one of the three out",
@@ -217,139 +119,18 @@ class SupervisedHyperparameters(NextTokenHyperparameters):
 
 
 class PreferenceHyperparameters(Hyperparameters):
-    beta: Annotated[float | Auto, _real(0, 2, above=True, auto=True)] = "auto"
+    beta: Annotated[float | Auto, real(0, 2, above=True, auto=True)] = "auto"
     "How strongly the model is held to the base model; auto is 0.1."
 
 
 class KtoHyperparameters(PreferenceHyperparameters):
-    desirable_weight: Annotated[float, _real(0, above=True)] = 1.0
+    desirable_weight: Annotated[float, real(0, above=True)] = 1.0
     "Weight of the loss of rows labelled true."
-    undesirable_weight: Annotated[float, _real(0, above=True)] = 1.0
+    undesirable_weight: Annotated[float, real(0, above=True)] = 1.0
     "Weight of the loss of rows labelled false."
 
 
-class Regex(_Part):
-    regex: str
-
-
-def _targets(value: object) -> object:
-    """`all-linear`, a list of module names, or {"regex": ...}."""
-    if value == "all-linear":
-        return value
-    if isinstance(value, list) and value and all(isinstance(name, str) and name for name in value):
-        for name in value:
-            if re.search(r"[\\*+?^$|()\[\]{}]", name):
-                raise _wrong(f'"{name}" is a pattern; patterns are given as {{"regex": "..."}}, not in a list of names')
-        return tuple(value)
-    if isinstance(value, dict) and set(value) == {"regex"} and isinstance(value["regex"], str):
-        if len(value["regex"]) > MAX_REGEX_LENGTH:
-            raise _wrong(f"the pattern has {len(value['regex'])} characters; at most {MAX_REGEX_LENGTH} are allowed")
-        try:
-            re.compile(value["regex"])
-        except (re.error, RecursionError, OverflowError) as bad:
-            raise _wrong(f"{show(value['regex'])} is not a regular expression: {bad}") from None
-        return Regex(regex=value["regex"])
-    raise _wrong(f'{show(value)} is not "all-linear", a list of module names, or {{"regex": "..."}}')
-
-
-Targets = Annotated[
-    Literal["all-linear"] | tuple[str, ...] | Regex,
-    BeforeValidator(_targets, json_schema_input_type=Literal["all-linear"] | list[str] | Regex),
-]
-
-
-def _names(value: object) -> object:
-    if isinstance(value, list) and value and all(isinstance(name, str) and name for name in value):
-        return tuple(value)
-    raise _wrong(f"{show(value)} is not a list of module names")
-
-
-def _bits(value: object) -> object:
-    if isinstance(value, int) and value in (4, 8):
-        return value
-    raise _wrong(f"{show(value)} is not 4 or 8")
-
-
-def _true_or_false(value: object) -> object:
-    if isinstance(value, bool):
-        return value
-    raise _wrong(f"{show(value)} is not true or false")
-
-
-class Adapter(_Part):
-    """What is trained: low-rank adapters (Hu et al. 2021, arXiv:2106.09685), over frozen weights in 4 or 8 bits where
-    the type is qlora (Dettmers et al. 2023, arXiv:2305.14314); factors on what layers give (ia3, Liu et al. 2022,
-    arXiv:2205.05638); keys and values before the row in each layer (prefix, Li and Liang 2021, arXiv:2101.00190) or
-    embeddings before it (prompt, Lester et al. 2021, arXiv:2104.08691); or all weights."""
-
-    type: Literal["lora", "qlora", "ia3", "prefix", "prompt", "full"] = "lora"
-    r: Annotated[int, _whole(1, 1024)] = 8
-    "Rank of the adapter."
-    alpha: Annotated[float, _real(0, above=True)] = 16.0
-    "The adapter's output is scaled by alpha / r."
-    dropout: Annotated[float, _real(0, 1, below=True)] = 0.0
-    target_modules: Targets = "all-linear"
-    num_virtual_tokens: Annotated[int, _whole(1, 1024)] = 20
-    "How many trained places stand before the row, prefix and prompt only."
-    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=list[str])] = ()
-    "Modules that are trained whole beside the adapter, such as the output head."
-    use_rslora: Annotated[bool, PlainValidator(_true_or_false, json_schema_input_type=bool)] = False
-    "Scale by alpha / sqrt(r) in the place of alpha / r (Kalajdzievski 2023, arXiv:2312.03732)."
-    use_dora: Annotated[bool, PlainValidator(_true_or_false, json_schema_input_type=bool)] = False
-    "Train the length of each output's weights by itself (Liu et al. 2024, arXiv:2402.09353)."
-    init: Literal["default", "pissa"] = "default"
-    "Where the adapter begins: at zero, or at the principal part of the weights (PiSSA, Meng et al. 2024)."
-    lora_plus_ratio: Annotated[float, _real(0, above=True)] = 1.0
-    "Rate of the second matrix over that of the first; 16 in LoRA+ (Hayou et al. 2024, arXiv:2402.12354)."
-    bits: Annotated[Literal[4, 8], PlainValidator(_bits, json_schema_input_type=Literal[4, 8])] = 4
-    "Of a frozen weight, qlora only."
-    quant_type: Literal["nf4", "fp4"] = "nf4"
-    "How 4 bits are spread: as normally distributed weights are, or as floating point."
-    double_quant: Annotated[bool, PlainValidator(_true_or_false, json_schema_input_type=bool)] = True
-    "Whether the scales of 4-bit blocks are quantised too: 4.127 bits a weight, else 4.5."
-
-    @model_validator(mode="after")
-    def _fields_fit_the_type(self) -> Self:
-        for name in sorted(self.model_fields_set - {"type"}):
-            if self.type not in _ADAPTER_FIELDS[name]:
-                raise _at(name, f'belongs to {_ADAPTER_FIELDS[name][0]}; leave it out with type "{self.type}"')
-        if self.init == "pissa" and (self.type == "qlora" or self.use_dora):
-            other = "qlora" if self.type == "qlora" else "use_dora"
-            raise _at(
-                "init", f'"pissa" changes the frozen weights, which {other} does not allow; leave one of the two out'
-            )
-        if self.bits == 8 and (four := sorted(self.model_fields_set & {"quant_type", "double_quant"})):
-            raise _at(four[0], "belongs to 4 bits; leave it out with bits 8")
-        return self
-
-    @property
-    def is_low_rank(self) -> bool:
-        return self.type in ("lora", "qlora")
-
-    def find_unstartable(self) -> str | None:
-        """The first field that keeps a job from starting with the weights of another; None where it may."""
-        if self.type not in ("lora", "full"):
-            return "type"
-        plain = Adapter()
-        names = ("modules_to_save", "use_rslora", "use_dora", "init")
-        return next((name for name in names if getattr(self, name) != getattr(plain, name)), None)
-
-    @property
-    def virtual_tokens(self) -> int:
-        return self.num_virtual_tokens if self.type in ("prefix", "prompt") else 0
-
-
-_ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("r", "alpha", "dropout", "modules_to_save"), ("lora", "qlora")),
-    "target_modules": ("lora", "qlora", "ia3"),
-    "num_virtual_tokens": ("prefix", "prompt"),
-    **dict.fromkeys(("use_rslora", "use_dora", "init", "lora_plus_ratio"), ("lora", "qlora")),
-    **dict.fromkeys(("bits", "quant_type", "double_quant"), ("qlora",)),
-}
-"""The types of adapter that each field belongs to."""
-
-
-class Stability(_Part):
+class Stability(Part):
     """What happens when a step goes wrong: the run ends, the step changes no weights, or the run goes back to its last
     checkpoint with half the learning rate."""
 
@@ -357,36 +138,36 @@ class Stability(_Part):
     "Where the loss or the gradient is not finite."
     on_spike: Literal["report", "stop", "skip", "rollback"] = "report"
     "Where the loss is far above those of the steps before."
-    spike_factor: Annotated[float, _real(1)] = 10.0
+    spike_factor: Annotated[float, real(1)] = 10.0
     "How far: in standard deviations above the median, both estimated robustly from the last 50 steps."
 
 
-class Resources(_Part):
-    gpus: Annotated[int | Auto, _whole(0, auto=True)] = "auto"
+class Resources(Part):
+    gpus: Annotated[int | Auto, whole(0, auto=True)] = "auto"
     "GPUs of the job; auto is one where the host has GPUs, else the CPU. 0 asks for the CPU."
-    priority: Annotated[int, _whole(-100, 100)] = 0
+    priority: Annotated[int, whole(-100, 100)] = 0
     "Higher goes first."
-    max_attempts: Annotated[int, _whole(1, 20)] = 3
+    max_attempts: Annotated[int, whole(1, 20)] = 3
     "How often an attempt that the infrastructure ended is started in all."
 
 
-class _Supervised(_Part):
+class _Supervised(Part):
     hyperparameters: SupervisedHyperparameters = SupervisedHyperparameters()
 
 
-class _Dpo(_Part):
+class _Dpo(Part):
     hyperparameters: PreferenceHyperparameters = PreferenceHyperparameters()
 
 
-class _Kto(_Part):
+class _Kto(Part):
     hyperparameters: KtoHyperparameters = KtoHyperparameters()
 
 
-class _Pretrain(_Part):
+class _Pretrain(Part):
     hyperparameters: NextTokenHyperparameters = NextTokenHyperparameters()
 
 
-class Method(_Part):
+class Method(Part):
     """What is learnt from the rows; the numbers stand under the name of the type."""
 
     type: Literal["supervised", "dpo", "kto", "pretrain"] = "supervised"
@@ -398,7 +179,7 @@ class Method(_Part):
     @model_validator(mode="after")
     def _only_its_own(self) -> Self:
         for name in sorted(self.model_fields_set - {"type", self.type}):
-            raise _at(name, f'the type of the method is "{self.type}"; set type to "{name}", or leave this out')
+            raise at(name, f'the type of the method is "{self.type}"; set type to "{name}", or leave this out')
         return self
 
     @property
@@ -411,23 +192,23 @@ def _require_base_behind(method: str, adapter: Adapter) -> None:
     """The reference of a preference method is the base model: what is left when the adapter is switched off."""
     if adapter.type == "full":
         why = f"{method} compares with the base model, which a full fine-tuning changes"
-        raise _at("adapter.type", f'{why}; use an adapter, such as type "lora", which can be switched off')
+        raise at("adapter.type", f'{why}; use an adapter, such as type "lora", which can be switched off')
     if adapter.type not in ("lora", "qlora"):
-        raise _at("adapter.type", f'{method} is offered with "lora" and "qlora"')
+        raise at("adapter.type", f'{method} is offered with "lora" and "qlora"')
     if adapter.init == "pissa":
-        raise _at("adapter.init", f"{method} compares with the base model, which PiSSA takes apart; leave it out")
+        raise at("adapter.init", f"{method} compares with the base model, which PiSSA takes apart; leave it out")
 
 
 def _require_startable(spec: "JobSpec") -> None:
     if spec.method.type in ("dpo", "kto"):
         why = f"{spec.method.type} compares with the base model, not with what it starts from"
-        raise _at("resume_from", f"not offered yet with {spec.method.type}: {why}; leave it out")
+        raise at("resume_from", f"not offered yet with {spec.method.type}: {why}; leave it out")
     if field := spec.adapter.find_unstartable():
         value = spec.adapter.model_dump(mode="json")[field]
-        raise _at("resume_from", f"not offered yet with adapter.{field} {value}; leave it out")
+        raise at("resume_from", f"not offered yet with adapter.{field} {value}; leave it out")
 
 
-class JobSpec(_Part):
+class JobSpec(Part):
     """A job as asked. `parse_spec` makes one; `model_dump(exclude_unset=True)` gives the asked body back."""
 
     spec_version: Literal[1] = 1
@@ -437,7 +218,7 @@ class JobSpec(_Part):
     resume_from: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     "A checkpoint or the result of an earlier job, whose weights this one starts with."
     suffix: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    seed: Annotated[int | None, _whole(0, MAX_SEED)] = None
+    seed: Annotated[int | None, whole(0, MAX_SEED)] = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         default=None, max_length=16
     )
@@ -456,15 +237,15 @@ class JobSpec(_Part):
     def _one_place(self) -> Self:
         place = f"method.{self.method.type}.hyperparameters"
         if self.hyperparameters is not None and (self.method.hyperparameters or self.method.type != "supervised"):
-            raise _at("hyperparameters", f"give them in one place: {place}")
+            raise at("hyperparameters", f"give them in one place: {place}")
         if self.method.type in ("dpo", "kto"):
             _require_base_behind(self.method.type, self.adapter)
         if self.resume_from is not None:
             _require_startable(self)
         if self.suffix is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", self.suffix):
-            raise _at("suffix", "letters, digits, dots, hyphens and underscores only: it becomes part of a model name")
+            raise at("suffix", "letters, digits, dots, hyphens and underscores only: it becomes part of a model name")
         if self.hyper.early_stopping is not None and self.validation_file is None:
-            raise _at(
+            raise at(
                 f"{self.hyperparameters_path}.early_stopping",
                 "needs a validation_file, whose loss it goes by; name one",
             )

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model, make_plan, save_model
+from training.adapter import Adapter
 from training.errors import SpecError
 from training.rank import run as run_module
 from training.rank.data import Example
@@ -21,7 +22,7 @@ from training.rank.optim import build_optimizer, set_rate
 from training.rank.source import find_source
 from training.rank.weights import save_weights
 from training.rundir import EXIT_FINISHED, EXIT_STOPPED
-from training.spec import Adapter, parse_spec
+from training.spec import parse_spec
 
 CPU = torch.device("cpu")
 ROW = Example(1, list(range(5, 30)), [-100] * 10 + list(range(15, 30)))

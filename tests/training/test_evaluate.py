@@ -7,13 +7,13 @@ import torch
 from torch.nn import functional
 
 from tests.tiny import make_model, make_plan, save_model
+from training.adapter import Adapter
 from training.rank.data import Example
 from training.rank.evaluate import Evaluation, evaluate
 from training.rank.model import build_model
 from training.rank.parallel import SingleDevice
 from training.rank.source import find_source
 from training.rank.supervised import Supervised
-from training.spec import Adapter
 
 
 def make_example(length: int, first_label: int) -> Example:

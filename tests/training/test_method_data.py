@@ -10,7 +10,7 @@ import pytest
 from tiny_tokenizers import BOS, END, PLAIN, START, TOOLS, ids_of, labelled, make_tokenizer
 
 from training.errors import DataError
-from training.plan import Counts
+from training.facts import Counts
 from training.rank.data import Labelled, Pair, Prepared, prepare_labelled, prepare_pairs, prepare_texts
 from training.rank.sieve import Example
 

@@ -19,8 +19,9 @@ from tiny_runs import (
 
 from tests.tiny import make_pairs, make_rows, write_rows
 from training.errors import SpecError
+from training.facts import Counts, DataFacts, ModelFacts
 from training.hardware import Hardware
-from training.plan import Counts, DataFacts, ModelFacts, Plan, make_plan
+from training.plan import Plan, make_plan
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from training.spec import parse_spec
 

@@ -11,13 +11,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_model, make_plan, save_model
+from training.adapter import Adapter
 from training.errors import ModelError, SpecError
 from training.rank.data import Example
 from training.rank.lora import make_targets
 from training.rank.loss import compute_logits, make_batch, score
 from training.rank.model import build_model, load_config, load_tokenizer, make_facts
 from training.rank.source import Source, find_source
-from training.spec import Adapter
 
 CPU = torch.device("cpu")
 ROW = Example(1, list(range(5, 30)), [-100] * 10 + list(range(15, 30)))

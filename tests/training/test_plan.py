@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from training.errors import SpecError
+from training.facts import Counts, DataFacts, ModelFacts
 from training.hardware import Gpu, Hardware
-from training.plan import Counts, DataFacts, ModelFacts, Plan, make_plan
+from training.plan import Plan, make_plan
 from training.spec import parse_spec
 
 A100 = Gpu(index=0, name="NVIDIA A100", memory_bytes=80 * 2**30, compute_capability=(8, 0))

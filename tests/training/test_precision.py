@@ -11,8 +11,9 @@ from torch import nn
 
 from tests.tiny import make_body, make_plan
 from training.errors import SpecError
+from training.facts import Counts, DataFacts, ModelFacts
 from training.hardware import Format, Gpu, Hardware
-from training.plan import Counts, DataFacts, ModelFacts, Plan
+from training.plan import Plan
 from training.plan import make_plan as plan_of
 from training.rank import loop
 from training.rank.loss_scale import LossScale

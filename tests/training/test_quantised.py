@@ -24,14 +24,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.tiny import make_model, make_plan, save_model
+from training.adapter import Adapter
 from training.errors import SpecError
-from training.plan import bits_per_weight
+from training.memory import bits_per_weight
 from training.rank.data import Example
 from training.rank.loss import compute_logits, make_batch, score
 from training.rank.model import build_model, load_config, make_facts
 from training.rank.source import find_source
 from training.rundir import EXIT_FINISHED, EXIT_STOPPED
-from training.spec import Adapter, parse_spec
+from training.spec import parse_spec
 
 CPU = torch.device("cpu")
 ROW = Example(1, list(range(5, 30)), [-100] * 10 + list(range(15, 30)))

@@ -31,7 +31,7 @@ from tiny_tokenizers import (
 )
 
 from training.errors import DataError, ModelError
-from training.plan import Counts
+from training.facts import Counts
 from training.rank.data import Example, Prepared, prepare
 from training.rows import make_report
 

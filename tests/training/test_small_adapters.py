@@ -20,6 +20,7 @@ from tiny_runs import (
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import CONTEXT_TOKENS, make_model, make_plan, save_model
+from training.adapter import Adapter
 from training.errors import SpecError
 from training.rank import run as run_module
 from training.rank.data import Example
@@ -28,7 +29,7 @@ from training.rank.model import build_model, load_config, make_facts
 from training.rank.source import find_source
 from training.rank.weights import save_weights
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
-from training.spec import Adapter, parse_spec
+from training.spec import parse_spec
 
 CPU = torch.device("cpu")
 ROW = Example(1, list(range(5, 30)), [-100] * 10 + list(range(15, 30)))

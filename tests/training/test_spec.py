@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from training.adapter import Adapter
 from training.errors import SpecError
 from training.spec import (
-    Adapter,
     JobSpec,
     KtoHyperparameters,
     NextTokenHyperparameters,

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from training.adapter import Adapter
 from training.errors import SpecError
 from training.rank.lora import add_lora, count_lora_parameters, find_layers, is_conv1d, list_linear, width_of
 from training.rank.source import Source
-from training.spec import Adapter
 
 IA3_LAYERS = (
     *("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"),

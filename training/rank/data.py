@@ -9,7 +9,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from training.errors import DataError
-from training.plan import Counts
+from training.facts import Counts
 from training.rank.control_tokens import ControlTokens
 from training.rank.encoding import NO_LOSS, Encoded, Encoder
 from training.rank.rendering import Draft, Renderer

@@ -8,7 +8,8 @@ from typing import Any
 
 from training.errors import DataError
 from training.extending import make_lasting
-from training.plan import DataFacts, make_beta, make_max_seq_len
+from training.facts import DataFacts
+from training.plan import make_beta, make_max_seq_len
 from training.rank.data import Prepared, sequences_of
 from training.rank.dpo import Dpo
 from training.rank.kto import Kto

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from training.adapter import Adapter, Regex
 from training.errors import SpecError
 from training.rank.source import Source
-from training.spec import Adapter, Regex
 
 PARAM = "adapter.target_modules"
 SAVED = "adapter.modules_to_save"

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from training.adapter import Adapter
 from training.errors import ModelError, SpecError
-from training.plan import ModelFacts, Plan
+from training.facts import ModelFacts
+from training.plan import Plan
 from training.rank.adapters import add_adapter, count_trained
 from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
-from training.spec import Adapter
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

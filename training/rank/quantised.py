@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from training.adapter import Adapter
 from training.rank.lora import list_linear
-from training.spec import Adapter
 
 
 def count_quantised(model: Any) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from training.errors import DataError
-from training.plan import Counts
+from training.facts import Counts
 from training.rank.encoding import NO_LOSS, Encoded
 from training.rows import RowIssue
 

@@ -1,0 +1,78 @@
+"""How much memory a run takes on its device, told before it runs."""
+
+import math
+
+from training.adapter import Adapter
+from training.facts import DataFacts, Fact, ModelFacts
+from training.spec import JobSpec
+
+
+class Memory(Fact):
+    """A forecast of the device's memory by part, in bytes."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.__dict__.values())
+
+
+def forecast_memory(
+    spec: JobSpec,
+    precision: str,
+    model: ModelFacts,
+    data: DataFacts,
+    max_seq_len: int,
+    micro_batch_size: int,
+    gradient_checkpointing: bool,
+) -> Memory:
+    """Bytes by part on the device.
+
+    Model states as in ZeRO (Rajbhandari et al. 2020, section 3.1): what is trained is kept in fp32 with its gradient
+    and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations are counted as Korthikanti
+    et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
+    backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
+    gated MLP) numbers; with checkpointing one input a layer and one whole layer. The head runs on labelled positions
+    only: logits, their logarithms and their gradient, in fp32. One quantised layer at a time is unpacked.
+    """
+    width = 4 if precision == "fp32" else 2
+    frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
+    # The loss of a pair needs both of its sides at once.
+    sequences = 2 * micro_batch_size if spec.method.type == "dpo" else micro_batch_size
+    tokens = sequences * min(data.longest_tokens, max_seq_len)
+    layer_bytes = width * tokens * (12 * model.hidden_size + 4 * model.intermediate_size)
+    kept = layer_bytes + model.layers * width * tokens * model.hidden_size
+    unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
+    quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
+    return Memory(
+        weights_bytes=(frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4,
+        gradients_bytes=model.trained_parameters * 4,
+        optimizer_bytes=_optimizer_bytes(spec, model),
+        activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes) + unpacked_bytes,
+        logits_bytes=3 * 4 * sequences * data.longest_trained_tokens * model.vocabulary,
+    )
+
+
+def bits_per_weight(adapter: Adapter) -> float:
+    """What bitsandbytes keeps of a quantised weight: 4 bits and a scale for each 64 weights, in fp32, or in 8 bits with
+    an fp32 scale for each 256 of them (QLoRA, section 3); or 8 bits and a scale for each row, next to nothing."""
+    if adapter.bits == 8:
+        return 8.0
+    return 4 + (8 / 64 + 32 / (64 * 256) if adapter.double_quant else 32 / 64)
+
+
+def _optimizer_bytes(spec: JobSpec, model: ModelFacts) -> int:
+    """Adam's two moments, in fp32 or in 8 bits with an fp32 scale for each 256; Adafactor's rows and columns of the
+    second moment, where the narrow side of an adapter's matrix is its rank."""
+    match spec.hyper.optimizer:
+        case "adamw":
+            return model.trained_parameters * 8
+        case "adafactor":
+            narrow = spec.adapter.r if spec.adapter.is_low_rank else model.hidden_size
+            return math.ceil(model.trained_parameters * 4 / narrow)
+        case _:
+            return math.ceil(model.trained_parameters * 2 * (1 + 4 / 256))
