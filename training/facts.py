@@ -19,6 +19,8 @@ class ModelFacts(Fact):
     trained_parameters: int
     quantised_parameters: int = 0
     "Of the frozen ones, those that are kept in 4 or 8 bits."
+    head_in_parts: bool = True
+    "Whether logits are what the output head gives, and so can be made some at a time."
     context_tokens: int | None
 
 

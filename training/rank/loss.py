@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training.rank.adapters import prompt_tokens
+from training.rank.head import find_head, is_trained, list_losses, passing_through, sum_losses
 from training.rank.model import forward_names, get_base
 from training.rank.order import cut
 from training.rank.sieve import Example
@@ -62,11 +63,12 @@ def make_batch(examples: Sequence[Example], device: torch.device) -> Batch:
 
 def score(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy of the trained tokens, and how many of them were the most likely ones."""
+    head = find_head(get_base(model))
+    if head is not None:
+        return sum_losses(compute_hidden(model, batch, head), batch.targets, head)
     logits = compute_logits(model, batch)
     loss = functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
-    with torch.no_grad():
-        right = (logits.argmax(-1) == batch.targets).sum()
-    return loss, right
+    return loss, (logits.detach().argmax(-1) == batch.targets).sum()
 
 
 def log_probabilities(model: nn.Module, examples: Sequence[Example], rows_per_pass: int) -> Tensor:
@@ -74,8 +76,7 @@ def log_probabilities(model: nn.Module, examples: Sequence[Example], rows_per_pa
     device = next(model.parameters()).device
     found = []
     for rows in cut(examples, rows_per_pass):
-        batch = make_batch(rows, device)
-        of_tokens = -functional.cross_entropy(compute_logits(model, batch).float(), batch.targets, reduction="none")
+        of_tokens = -_list_losses(model, make_batch(rows, device))
         found += [of_row.sum() for of_row in of_tokens.split([count_trained([row]) for row in rows])]
     return torch.stack(found)
 
@@ -89,6 +90,19 @@ def compute_logits(model: nn.Module, batch: Batch) -> Tensor:
     logits: Tensor = model(input_ids=batch.input_ids, use_cache=False, **arguments).logits[0]
     # A model that does not know which places are wanted has computed them all.
     return logits if len(logits) == len(kept) else logits[kept]
+
+
+def compute_hidden(model: nn.Module, batch: Batch, head: nn.Module) -> Tensor:
+    """(trained tokens, width): what the head makes the logits of."""
+    with passing_through(head):
+        return compute_logits(model, batch)
+
+
+def _list_losses(model: nn.Module, batch: Batch) -> Tensor:
+    head = find_head(get_base(model))
+    if head is not None and not is_trained(head):
+        return list_losses(compute_hidden(model, batch, head), batch.targets, head)
+    return functional.cross_entropy(compute_logits(model, batch).float(), batch.targets, reduction="none")
 
 
 @torch.no_grad()

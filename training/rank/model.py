@@ -17,6 +17,8 @@ from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
 
+CHANGERS_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_logits_scale")
+"""Names in a config that say that something is done to the logits after the output head."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -72,6 +74,7 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         parameters=parameters,
         trained_parameters=count_trained(model, adapter),
         quantised_parameters=count_quantised(model) if adapter.type == "qlora" else 0,
+        head_in_parts=not any(getattr(text, name, None) for name in CHANGERS_OF_LOGITS),
         context_tokens=context_tokens(config),
     )
 

@@ -1,0 +1,144 @@
+"""The output head and the cross-entropy, some tokens at a time: the logits of a whole pass, by far the largest tensor
+of a small model, never exist."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from training.memory import CHUNK_BYTES
+
+FP16_FACTOR = 1024.0
+"""Gradients of logits are at most 1 and most far below what fp16 can tell from 0."""
+
+_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """The head of a transformers model, or None where the logits are not simply what it gives (Gemma 2 squashes them):
+    tried once a model."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        return None
+    if model not in _heads:
+        _heads[model] = _gives_logits(model, head)
+    return head if _heads[model] else None
+
+
+@contextmanager
+def passing_through(head: nn.Module) -> Iterator[None]:
+    """The head gives what it takes, and so the model does."""
+    own = head.__dict__.get("forward")
+    head.forward = _same  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del head.forward
+        else:
+            head.forward = own
+
+
+def sum_losses(hidden: Tensor, targets: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy of `targets` (n,) after `hidden` (n, width), in fp32, and how many of them were the most
+    likely ones."""
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    if torch.is_grad_enabled() and (hidden.requires_grad or weights):
+        losses, right = _Losses.apply(hidden, targets, head, True, *weights)
+        return losses, right
+    parts = [_measure(head(some), wanted) for some, wanted in _cut(hidden, targets, head)]
+    return torch.stack([losses.sum() for losses, *_ in parts]).sum(), torch.stack(
+        [right for _, right, _ in parts]
+    ).sum()
+
+
+def list_losses(hidden: Tensor, targets: Tensor, head: nn.Module) -> Tensor:
+    """(n,): as above, of each token by itself. Only for a frozen head."""
+    if torch.is_grad_enabled() and hidden.requires_grad:
+        losses: Tensor = _Losses.apply(hidden, targets, head, False)[0]
+        return losses
+    return torch.cat([_measure(head(some), wanted)[0] for some, wanted in _cut(hidden, targets, head)])
+
+
+def is_trained(head: nn.Module) -> bool:
+    return any(weight.requires_grad for weight in head.parameters())
+
+
+class _Losses(torch.autograd.Function):
+    """Computes the gradient together with the loss, while the logits of some tokens are at hand, by the operations that
+    the backward pass would use: none more, none twice."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: nn.Module, summed: bool, *weights: Tensor) -> Any:
+        device = hidden.device.type
+        is_fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        ctx.factor, ctx.summed = FP16_FACTOR if is_fp16 else 1.0, summed
+        of_weights = [torch.zeros_like(weight) for weight in weights]
+        of_hidden, losses, right = [], [], targets.new_zeros(())
+        for some, wanted in _cut(hidden, targets, head):
+            with torch.enable_grad():
+                part = some.detach().requires_grad_()
+                logits = head(part)
+            of_tokens, of_right, of_logits = _measure(logits.detach(), wanted)
+            losses.append(of_tokens)
+            right += of_right
+            out = of_logits.mul_(ctx.factor).to(logits.dtype)
+            found, *of_part = torch.autograd.grad(logits, [part, *weights], out)
+            of_hidden.append(found)
+            for total, more in zip(of_weights, of_part, strict=True):
+                total += more
+        ctx.save_for_backward(torch.cat(of_hidden), *of_weights)
+        ctx.mark_non_differentiable(right)
+        every = torch.cat(losses)
+        return (every.sum() if summed else every), right
+
+    @staticmethod
+    def backward(ctx: Any, of_losses: Tensor, _: Tensor) -> Any:
+        of_hidden, *of_weights = ctx.saved_tensors
+        scale = of_losses / ctx.factor
+        of_hidden = (of_hidden * (scale if ctx.summed else scale.unsqueeze(1))).to(of_hidden.dtype)
+        return of_hidden, None, None, None, *(total * scale for total in of_weights)
+
+
+def _cut(hidden: Tensor, targets: Tensor, head: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    vocabulary = max(max(weight.shape) for weight in head.parameters())
+    rows = max(1, CHUNK_BYTES[hidden.device.type] // (4 * vocabulary))
+    # The gradient of a trained head is as large as itself, and added up each time.
+    rows = 4 * rows if is_trained(head) else rows
+    return zip(hidden.split(rows), targets.split(rows), strict=True)
+
+
+def _measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits (n, vocabulary), which are overwritten where they are fp32: the losses (n,), how many targets were the
+    most likely, and the gradient of the summed losses, softmax - 1 at the target."""
+    logits = logits.float()
+    largest = logits.amax(-1)
+    chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
+    logits = logits.sub_(largest.unsqueeze(1)).exp_()
+    total = logits.sum(-1)
+    losses = total.log() + largest - chosen
+    logits.div_(total.unsqueeze(1))
+    logits[torch.arange(len(targets), device=targets.device), targets] -= 1
+    return losses, (chosen == largest).sum(), logits
+
+
+@torch.no_grad()
+def _gives_logits(model: nn.Module, head: nn.Module) -> bool:
+    training = model.training
+    model.eval()
+    try:
+        ids = torch.arange(3, 11, device=next(model.parameters()).device).unsqueeze(0)
+        want = model(input_ids=ids, use_cache=False).logits
+        with passing_through(head):
+            hidden = model(input_ids=ids, use_cache=False).logits
+        # Compared bit by bit: what is done to small logits may be next to nothing.
+        return hidden.shape != want.shape and torch.equal(head(hidden), want)
+    finally:
+        model.train(training)
+
+
+def _same(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden
