@@ -20,6 +20,11 @@ class ModelFacts(Fact):
     quantised_parameters: int = 0
     "Of the frozen ones, those that are kept in 4 or 8 bits."
     context_tokens: int | None
+    attention_heads: int = 0
+    has_fused_attention: bool = True
+    "Whether transformers has PyTorch's fused attention for this family."
+    stacked_parameters: int = 0
+    "Of the frozen ones, experts in stacks that have adapters: peft computes their sum with the adapter in each pass."
 
 
 class Counts(Fact):

@@ -8,8 +8,9 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from tests.tiny import make_config, make_model
+from training.rank.apart import keeps_rows_apart
 from training.rank.data import Example
-from training.rank.loss import Batch, compute_logits, count_trained, keeps_rows_apart, make_batch, score
+from training.rank.loss import Batch, compute_logits, count_trained, make_batch, score
 from training.rank.order import cut
 
 CPU = torch.device("cpu")

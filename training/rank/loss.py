@@ -89,27 +89,3 @@ def compute_logits(model: nn.Module, batch: Batch) -> Tensor:
     logits: Tensor = model(input_ids=batch.input_ids, use_cache=False, **arguments).logits[0]
     # A model that does not know which places are wanted has computed them all.
     return logits if len(logits) == len(kept) else logits[kept]
-
-
-@torch.no_grad()
-def keeps_rows_apart(model: nn.Module, device: torch.device) -> bool:
-    """Whether rows laid end to end are to this model as rows by themselves, tried with a short pair. They are not where
-    a state is carried along (Mamba and its like) or positions are counted by the model itself."""
-    if "position_ids" not in forward_names(type(get_base(model))):
-        return False
-    training = model.training
-    model.eval()
-    try:
-        first, other, row = (_probe(start) for start in (3, 11, 19))
-        beside_first = compute_logits(model, make_batch([first, row], device))[-7:]
-        beside_other = compute_logits(model, make_batch([other, row], device))[-7:]
-        alone = compute_logits(model, make_batch([row], device))
-    finally:
-        model.train(training)
-    apart = (beside_first - alone).float().abs().mean() / alone.float().std()
-    return torch.equal(beside_first, beside_other) and float(apart) < (1e-4 if alone.dtype == torch.float32 else 5e-2)
-
-
-def _probe(start: int) -> Example:
-    ids = list(range(start, start + 8))
-    return Example(line=0, input_ids=ids, labels=ids)
