@@ -37,9 +37,9 @@ def forecast_memory(
     et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
     backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
     gated MLP) numbers; with checkpointing one input a layer and one whole layer. The head runs on labelled positions
-    only: logits, their logarithms and their gradient, in fp32. One quantised layer at a time is unpacked. Eager attention
-    keeps of each head the scores, their softmax in fp32 and that in the compute type, over all tokens of the pass. Of
-    adapted experts in stacks the sum of weight and adapter is kept, and one layer's gradient.
+    only: logits, their logarithms and their gradient, in fp32. One quantised layer at a time is unpacked. Eager
+    attention keeps of each head the scores, their softmax in fp32 and that in the compute type, over all tokens of the
+    pass. Of adapted experts in stacks the sum of weight and adapter is kept, and one layer's gradient.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters

@@ -9,12 +9,23 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny_runs import events_of, make_job, read_json, train_here, weights_of
+from tiny_runs import (
+    StopAtCheck,
+    curve_of,
+    events_of,
+    last_event,
+    make_job,
+    read_json,
+    same_weights,
+    train_here,
+    weights_of,
+)
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.tiny import WINDOW_TOKENS, make_model, make_plan, make_rows, save_model
+from tests.tiny import TEMPLATE, WINDOW_TOKENS, make_model, make_plan, make_rows, make_tokenizer, save_model
 from training.adapter import Adapter
+from training.errors import SpecError
 from training.rank import run as run_module
 from training.rank.data import Example
 from training.rank.loss import count_trained, make_batch, score
@@ -22,7 +33,7 @@ from training.rank.model import build_model, load_config, make_facts
 from training.rank.order import cut
 from training.rank.source import find_source
 from training.rank.weights import save_weights
-from training.rundir import EXIT_FINISHED
+from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 
 CPU = torch.device("cpu")
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe"]
@@ -241,6 +252,80 @@ def test_lora(family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.Monke
     assert (inner is head) is tied
 
 
+@pytest.mark.parametrize(
+    ("family", "adapter", "param", "said"),
+    [
+        ("mixtral", {"dropout": 0.1}, "adapter.dropout", "experts.* belongs to a mixture of experts, which cannot"),
+        ("mixtral", {"use_dora": True}, "adapter.use_dora", "cannot have it; leave the option out, or choose layers"),
+        ("mixtral", {"init": "pissa", "r": 2}, "adapter.init", "cannot have it"),
+        ("deepseek_v3", {"target_modules": ["up_proj"], "dropout": 0.1}, "adapter.dropout", "up_proj belongs to"),
+        ("deepseek_v3", {"type": "qlora"}, "adapter.type", "leave it out of adapter.target_modules"),
+        ("qwen3_moe", {"target_modules": ["up_proj"]}, "adapter.target_modules", "did you mean .*gate_up_proj"),
+    ],
+)
+def test_what_experts_cannot_have_is_refused_by_name(
+    family: str, adapter: dict[str, Any], param: str, said: str, tmp_path: Path
+) -> None:
+    source = find_source(str(save_model(tmp_path / "base", family)))
+    with pytest.raises(SpecError, match=said) as refused:
+        make_facts(source, load_config(source), Adapter.model_validate(adapter))
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("layers", [["q_proj", "v_proj"], {"regex": r".*self_attn\..*"}])
+def test_layers_beside_the_experts_have_every_option(layers: Any, tmp_path: Path) -> None:
+    source = find_source(str(save_model(tmp_path / "base", "qwen3_moe")))
+    adapter = Adapter.model_validate({"target_modules": layers, "dropout": 0.1, "use_dora": True})
+    model = build_model(source, make_plan(), adapter)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert all(".self_attn." in name for name in trained)
+    facts = make_facts(source, load_config(source), adapter)
+    assert facts.trained_parameters == sum(weight.numel() for weight in trained.values())
+
+
+def test_experts_alone_are_named_like_layers(tmp_path: Path) -> None:
+    source = find_source(str(save_model(tmp_path / "base", "mixtral")))
+    adapter = Adapter.model_validate({"r": 3, "target_modules": ["experts.down_proj"]})
+    model = build_model(source, make_plan(), adapter)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert make_facts(source, load_config(source), adapter).trained_parameters == trained
+    assert trained == 2 * 3 * 4 * (64 + 32)
+
+
+def test_experts_in_16_bits_have_adapters_in_fp32(tmp_path: Path) -> None:
+    source = find_source(str(save_model(tmp_path / "base", "mixtral")))
+    model = build_model(source, make_plan(precision="bf16"), Adapter())
+    types = {(weight.requires_grad, weight.dtype) for weight in model.parameters()}
+    assert types == {(True, torch.float32), (False, torch.bfloat16)}
+    ids = list(range(5, 30))
+    with torch.autocast("cpu", torch.bfloat16):
+        score(model, make_batch([Example(1, ids, ids)], CPU))[0].backward()
+    seconds = {name: weight.grad for name, weight in model.named_parameters() if "lora_B" in name}
+    assert all(bool(gradient.any()) for gradient in seconds.values())
+
+
+def test_a_mixture_is_counted_by_what_is_computed_for_a_token(tmp_path: Path) -> None:
+    widths = {}
+    for family in ("mixtral", "qwen2_moe", "llama"):
+        source = find_source(str(save_model(tmp_path / family, family)))
+        widths[family] = make_facts(source, load_config(source), Adapter()).intermediate_size
+    assert widths == {"mixtral": 2 * 64, "qwen2_moe": 2 * 16 + 32, "llama": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter"), [("mixtral", {"type": "full"}), ("mixtral", {}), ("deepseek_v3", {}), ("gemma2", {})]
+)
+def test_a_stopped_run_goes_on_bit_for_bit(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
+    body = make_job(tmp_path, family=family, rows=6, adapter=adapter, hyper={"learning_rate": 1e-3})
+    assert train_here(tmp_path / "whole", body) == EXIT_FINISHED
+    assert train_here(tmp_path / "run", body, stop=lambda run_dir: StopAtCheck(run_dir, 9)) == EXIT_STOPPED
+    assert 0 < last_event(tmp_path / "run").step < 4
+    assert train_here(tmp_path / "run", body, attempt=2) == EXIT_FINISHED
+    assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
+    name = "model" if adapter else "adapter"
+    assert same_weights(tmp_path / "run" / name, tmp_path / "whole" / name)
+
+
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 def test_a_dense_layer_is_not_taken_for_the_experts_of_the_same_name(family: str, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", family)
@@ -253,3 +338,30 @@ def test_a_dense_layer_is_not_taken_for_the_experts_of_the_same_name(family: str
     assert all(f".{shared}.up_proj.lora_" in name for name in trained)
     counted = sum(weight.numel() for weight in trained.values())
     assert make_facts(source, load_config(source), adapter).trained_parameters == counted
+
+
+# Tokenizers
+
+
+def test_a_tokenizer_without_a_pad_token_needs_none_and_gets_none(tmp_path: Path) -> None:
+    curves = []
+    for pad in ("<|end|>", None):
+        folder = tmp_path / str(pad)
+        tokenizer = make_tokenizer()
+        tokenizer.pad_token = pad
+        tokenizer.save_pretrained(save_model(folder / "base"))
+        body = make_job(folder, rows=4, hyper={"batch_size": 4, "micro_batch_size": 2})
+        assert train_here(folder / "run", body) == EXIT_FINISHED
+        assert AutoTokenizer.from_pretrained(folder / "run" / "adapter").pad_token == pad
+        curves.append(curve_of(folder / "run"))
+    assert curves[0] == curves[1]
+
+
+def test_a_model_without_a_chat_template_says_what_to_do(tmp_path: Path) -> None:
+    save_model(tmp_path / "base", template=None)
+    assert train_here(tmp_path / "run", make_job(tmp_path)) == EXIT_FAILED
+    failure = last_event(tmp_path / "run").data
+    assert (failure["code"], failure["param"]) == ("no_chat_template", "model")
+    assert "put a chat_template.jinja into its folder" in failure["message"]
+    (tmp_path / "base" / "chat_template.jinja").write_text(TEMPLATE)
+    assert train_here(tmp_path / "run", make_job(tmp_path), attempt=2) == EXIT_FINISHED

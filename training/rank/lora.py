@@ -175,6 +175,8 @@ def _fits(layer: str, names: tuple[str, ...]) -> bool:
 
 def _no_layer(what: str, asked: str, linear: dict[str, Any]) -> SpecError:
     last = sorted({name.rpartition(".")[2] for name in linear})
-    near = difflib.get_close_matches(asked.rpartition(".")[2], last, n=3)
+    name = asked.rpartition(".")[2]
+    fused = [longer for longer in last if longer.endswith(f"_{name}")]  # `gate_up_proj` holds what was `up_proj`
+    near = fused or difflib.get_close_matches(name, last, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"the model has {', '.join(last)}"
     return SpecError(f"{PARAM}: {what} of the model; {hint}", param=PARAM)
