@@ -1,6 +1,7 @@
 """Families of models, each through a whole run: the loss and gradient of plain transformers, and results that load."""
 
 import copy
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,16 @@ def test_a_dense_layer_is_not_taken_for_the_experts_of_the_same_name(family: str
     assert all(f".{shared}.up_proj.lora_" in name for name in trained)
     counted = sum(weight.numel() for weight in trained.values())
     assert make_facts(source, load_config(source), adapter).trained_parameters == counted
+
+
+@pytest.mark.parametrize(("kind", "told"), [("full", 1), ("lora", 0)])
+def test_a_balance_loss_that_is_asked_for_and_left_out_is_told(kind: str, told: int, tmp_path: Path) -> None:
+    config = save_model(tmp_path / "base", "mixtral") / "config.json"
+    asks = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    config.write_text(json.dumps({**read_json(config), **asks}))
+    assert train_here(tmp_path / "run", make_job(tmp_path, rows=4, adapter={"type": kind})) == EXIT_FINISHED
+    messages = [event.data["message"] for event in events_of(tmp_path / "run", "warning")]
+    assert len([message for message in messages if "router_aux_loss_coef 0.02" in message]) == told
 
 
 # Tokenizers

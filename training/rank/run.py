@@ -94,6 +94,7 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
     this.events.append("plan", resumed_from or 0, plan.as_json())
     if found is None:
         _warn_of_rows(this.events, inputs)
+        _warn_of_balance(this.events, inputs)
     if plan_only:
         return EXIT_FINISHED
     parts = _build(this, inputs, plan, found)
@@ -209,6 +210,17 @@ def _warn_of_rows(events: EventLog, inputs: Inputs) -> None:
         if len(issues) > MAX_ROW_WARNINGS:
             message = f"{len(issues) - MAX_ROW_WARNINGS} more warnings of rows are not listed"
             events.append("warning", 0, {"message": message, "param": param})
+
+
+def _warn_of_balance(events: EventLog, inputs: Inputs) -> None:
+    """The loss is the cross-entropy alone, from which routers have a gradient too."""
+    text = inputs.config.get_text_config()
+    share = getattr(text, "router_aux_loss_coef", None)
+    if inputs.spec.adapter.type == "full" and getattr(text, "output_router_logits", False) and share:
+        message = (
+            f"the balance loss of the experts that config.json asks for (router_aux_loss_coef {share:g}) is not added"
+        )
+        events.append("warning", 0, {"message": message, "code": "balance_loss_left_out", "param": "model"})
 
 
 def _find_best(this: Attempt) -> Path | None:
