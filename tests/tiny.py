@@ -6,7 +6,23 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from training.facts import Counts
@@ -39,6 +55,61 @@ WORDS = [
 ]
 
 
+WINDOW_TOKENS = 8
+"""Of families whose attention looks back only so far in some layers; rows are longer."""
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 8}),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": WINDOW_TOKENS,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": WINDOW_TOKENS,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "mistral": (MistralConfig, {"sliding_window": WINDOW_TOKENS}),
+    "phi": (PhiConfig, {}),
+    "phi3": (Phi3Config, {"sliding_window": WINDOW_TOKENS}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (Qwen2MoeConfig, {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "num_experts": 4, "head_dim": 8}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            **EXPERTS,
+            **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+            **{"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8},
+            **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW_TOKENS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+"""Config class and what is its own, of each family; GPT-2 is made apart."""
+
+
 def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """One token per byte and two control tokens; the pad token is the end of a turn, as in many published models."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -62,20 +133,24 @@ def make_config(family: str = "llama", *, tied: bool = False) -> Any:
             **shape, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT_TOKENS, bos_token_id=257,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
-    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config}[family]
+    kind, more = FAMILIES[family]
     return kind(
-        **shape,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT_TOKENS,
-        initializer_range=0.2,
+        **{
+            **shape,
+            "bos_token_id": 257,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": CONTEXT_TOKENS,
+            "initializer_range": 0.2,
+            **more,
+        }
     )
 
 
-def make_model(family: str = "llama", *, tied: bool = False, seed: int = 0, attention: str = "sdpa") -> Any:
+def make_model(family: str = "llama", *, tied: bool = False, seed: int = 0, attention: str | None = "sdpa") -> Any:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(make_config(family, tied=tied), attn_implementation=attention)
 
@@ -89,7 +164,7 @@ def save_model(
     dtype: torch.dtype = torch.float32,
     template: str | None = TEMPLATE,
 ) -> Path:
-    make_model(family, tied=tied, seed=seed).to(dtype).save_pretrained(folder)
+    make_model(family, tied=tied, seed=seed, attention=None).to(dtype).save_pretrained(folder)
     make_tokenizer(template).save_pretrained(folder)
     return folder
 

@@ -22,6 +22,11 @@ class ModelFacts(Fact):
     head_in_parts: bool = True
     "Whether logits are what the output head gives, and so can be made some at a time."
     context_tokens: int | None
+    attention_heads: int = 0
+    has_fused_attention: bool = True
+    "Whether transformers has PyTorch's fused attention for this family."
+    stacked_parameters: int = 0
+    "Of the frozen ones, experts in stacks that have adapters: peft computes their sum with the adapter in each pass."
 
 
 class Counts(Fact):

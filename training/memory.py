@@ -6,7 +6,6 @@ from training.adapter import Adapter
 from training.facts import DataFacts, Fact, ModelFacts
 from training.spec import JobSpec
 
-
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """Of fp32 logits, by device: as many as are made at once, enough to keep a device busy."""
 
@@ -41,7 +40,8 @@ def forecast_memory(
     et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
     backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
     gated MLP) numbers; with checkpointing one input a layer and one whole layer. One quantised layer at a time is
-    unpacked.
+    unpacked. Eager attention keeps of each head the scores, their softmax in fp32 and that in the compute type, over
+    all tokens of the pass. Of adapted experts in stacks the sum of weight and adapter is kept, and a layer's gradient.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
@@ -49,6 +49,10 @@ def forecast_memory(
     sequences = 2 * micro_batch_size if spec.method.type == "dpo" else micro_batch_size
     tokens = sequences * min(data.longest_tokens, max_seq_len)
     layer_bytes = width * tokens * (12 * model.hidden_size + 4 * model.intermediate_size)
+    if spec.attention == "eager" or not model.has_fused_attention:
+        layer_bytes += (4 + 2 * width) * model.attention_heads * tokens**2
+    stacked_bytes = width * model.stacked_parameters // model.layers
+    layer_bytes += stacked_bytes
     kept = layer_bytes + model.layers * width * tokens * model.hidden_size
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
     quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
@@ -56,7 +60,9 @@ def forecast_memory(
         weights_bytes=(frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4,
         gradients_bytes=model.trained_parameters * 4,
         optimizer_bytes=_optimizer_bytes(spec, model),
-        activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes) + unpacked_bytes,
+        activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes)
+        + stacked_bytes
+        + unpacked_bytes,
         logits_bytes=_logits_bytes(sequences * data.longest_trained_tokens, model),
     )
 

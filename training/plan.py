@@ -127,7 +127,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         stability=spec.stability,
         precision=precision,
         gradient_checkpointing=checkpointing,
-        attention=_attention(spec, why),
+        attention=_attention(spec, model, why),
         parameters=model.parameters,
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
@@ -212,9 +212,15 @@ def _optimizer(spec: JobSpec, device: str) -> Optimizer:
     return asked
 
 
-def _attention(spec: JobSpec, why: dict[str, str]) -> Literal["sdpa", "eager"]:
+def _attention(spec: JobSpec, model: ModelFacts, why: dict[str, str]) -> Literal["sdpa", "eager"]:
+    if spec.attention == "sdpa" and not model.has_fused_attention:
+        message = f'attention: transformers has no fused attention for {model.family}; set "eager" or "auto"'
+        raise SpecError(message, param="attention")
     if spec.attention != "auto":
         return spec.attention
+    if not model.has_fused_attention:
+        why["attention"] = f"transformers has no fused attention for {model.family}"
+        return "eager"
     why["attention"] = "PyTorch's fused attention never stores the attention matrix (Dao et al. 2022)"
     return "sdpa"
 

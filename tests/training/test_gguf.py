@@ -28,10 +28,10 @@ def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path) -> torch.nn.Module:
-    """A tiny Llama as a GGUF file in fp32; the model that is in it."""
-    model, tokenizer = make_model(), make_tokenizer()
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(path: Path, family: str = "llama", left_out: str = "") -> torch.nn.Module:
+    """A tiny model as a GGUF file in fp32, but for one weight; the model that is in it."""
+    model, tokenizer = make_model(family), make_tokenizer()
+    writer = gguf.GGUFWriter(path, family)
     writer.add_context_length(256)
     writer.add_embedding_length(32)
     writer.add_block_count(2)
@@ -52,14 +52,16 @@ def write_gguf(path: Path) -> torch.nn.Module:
     writer.add_bos_token_id(257)
     writer.add_chat_template(tokenizer.chat_template)
     for name, weight in model.state_dict().items():
-        module = name.removesuffix(".weight")
+        if name == left_out:
+            continue
+        module, _, kind = name.rpartition(".")
         if module in OUTER:
             writer.add_tensor(f"{OUTER[module]}.weight", weight.numpy())
             continue
         _, _, layer, inner = module.split(".", 3)
-        heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(inner)
+        heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(inner) if family == "llama" else None
         kept = interleave(weight, heads) if heads else weight
-        writer.add_tensor(f"blk.{layer}.{NAMES[inner]}.weight", kept.contiguous().numpy())
+        writer.add_tensor(f"blk.{layer}.{NAMES[inner]}.{kind}", kept.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -73,13 +75,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_gguf_file_becomes_a_folder_with_the_same_weights_and_the_template(tmp_path: Path) -> None:
-    model = write_gguf(tmp_path / "tiny.gguf")
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_gguf_file_becomes_a_folder_with_the_same_weights_and_the_template(family: str, tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "tiny.gguf", family)
     source = find_source(str(tmp_path / "tiny.gguf"))
     loaded = AutoModelForCausalLM.from_pretrained(source.folder)
+    assert loaded.config.model_type == family
     assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
     assert (source.folder / "chat_template.jinja").read_text() == make_tokenizer().chat_template
     assert "quantization_config" not in (source.folder / "config.json").read_text()
+
+
+def test_weights_that_a_gguf_file_lacks_are_not_made_up(tmp_path: Path, cache: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", left_out="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ModelError, match=r"tiny.gguf: it lacks model.layers.1.mlp.up_proj.weight; fetch it again"):
+        find_source(str(tmp_path / "tiny.gguf"))
+    assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
 
 
 def test_it_is_converted_once_and_found_again_under_another_name(tmp_path: Path) -> None:

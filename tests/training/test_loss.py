@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from tests.tiny import make_config, make_model
+from training.rank.apart import find_trial_passes, keeps_rows_apart
 from training.rank.data import Example
-from training.rank.loss import Batch, compute_logits, count_trained, keeps_rows_apart, make_batch, score
+from training.rank.loss import Batch, compute_logits, count_trained, make_batch, score
 from training.rank.order import cut
 
 CPU = torch.device("cpu")
@@ -143,6 +144,41 @@ def test_models_with_attention_take_several_rows_in_one_pass(family: str) -> Non
     model = make_model(family).train()
     assert keeps_rows_apart(model, CPU)
     assert model.training
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral", "phi3", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_do_those_with_windows_and_experts(family: str, dtype: torch.dtype) -> None:
+    model = make_model(family, attention=None).to(dtype)
+    assert keeps_rows_apart(model, CPU, [ROWS])
+
+
+def test_models_whose_mask_is_made_without_positions_do_not() -> None:
+    model = make_model("gpt_oss", attention="eager")
+    assert not keeps_rows_apart(model, CPU)
+    with torch.no_grad():
+        beside = compute_logits(model, make_batch(ROWS[:2], CPU))[-1]
+        alone = compute_logits(model, make_batch([ROWS[1]], CPU))[-1]
+    assert not torch.allclose(beside, alone, atol=1e-2)
+
+
+def test_a_long_row_may_change_the_positions_of_a_short_one() -> None:
+    """Phi-3 with LongRoPE has other frequencies for rows that are longer than its first context."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "original_max_position_embeddings": 16}
+    config = make_config("phi3")
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 16.0, **factors}
+    config = type(config)(**{**config.to_dict(), "rope_parameters": rope, "original_max_position_embeddings": 16})
+    model = AutoModelForCausalLM.from_config(config)
+    long, short = make_example(20, range(20), 3), make_example(12, range(12), 1)
+    assert keeps_rows_apart(model, CPU, [[short, short], [long, long]])
+    assert not keeps_rows_apart(model, CPU, [[long, short]])
+
+
+def test_the_trial_passes_are_the_fullest_and_one_of_the_longest_and_the_shortest() -> None:
+    lengths = [[len(row.input_ids) for row in rows] for rows in find_trial_passes(ROWS, 3)]
+    assert lengths == [[20, 15, 12], [20, 2, 7]]
+    assert [len(rows) for rows in find_trial_passes(ROWS, 6)] == [6, 6]
+    assert [[row.line for row in rows] for rows in find_trial_passes(ROWS[:1], 4)] == [[1]]
 
 
 def test_models_that_carry_a_state_along_do_not() -> None:

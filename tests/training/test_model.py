@@ -131,13 +131,13 @@ def test_a_weight_file_that_was_cut_off_is_refused(copy: Path) -> None:
 
 
 def test_all_linear_is_every_linear_layer_but_the_output_head() -> None:
-    assert make_targets(make_model(), make_adapter()) == LINEAR
-    assert make_targets(make_model("gpt2"), make_adapter()) == ["c_attn", "c_fc", "c_proj"]
+    assert make_targets(make_model(), make_adapter()).modules == LINEAR
+    assert make_targets(make_model("gpt2"), make_adapter()).modules == ["c_attn", "c_fc", "c_proj"]
 
 
 def test_a_pattern_fits_whole_names_and_is_written_out() -> None:
     pattern = {"regex": r".*layers\.0\..*(q|v)_proj"}
-    targets = make_targets(make_model(), make_adapter(target_modules=pattern))
+    targets = make_targets(make_model(), make_adapter(target_modules=pattern)).modules
     assert targets == ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
 
 
@@ -165,7 +165,8 @@ def test_the_plan_counts_as_trained_what_peft_trains(family: str, targets: Any, 
     facts = make_facts(source, load_config(source), adapter)
     model = make_model(family, tied=True)
     assert facts.parameters == sum(weight.numel() for weight in model.parameters())
-    peft = get_peft_model(model, LoraConfig(r=3, target_modules=make_targets(model, adapter), task_type="CAUSAL_LM"))
+    modules = make_targets(model, adapter).modules
+    peft = get_peft_model(model, LoraConfig(r=3, target_modules=modules, task_type="CAUSAL_LM"))
     assert facts.trained_parameters == peft.get_nb_trainable_parameters()[0]
     assert facts.context_tokens == 256
 

@@ -51,6 +51,43 @@ def test_no_auto_is_left_and_each_automatic_number_has_its_reason() -> None:
     assert settled.reasons == {}
 
 
+def test_a_family_without_fused_attention_is_computed_eagerly_and_says_so() -> None:
+    model = SMOL.model_copy(update={"has_fused_attention": False, "family": "gemma2"})
+    plan = plan_for(model=model)
+    assert plan.attention == "eager"
+    assert plan.reasons["attention"] == "transformers has no fused attention for gemma2"
+    with pytest.raises(
+        SpecError, match=r'attention: .* no fused attention for gemma2; set "eager" or "auto"'
+    ) as refused:
+        plan_for(model=model, attention="sdpa")
+    assert refused.value.param == "attention"
+
+
+def test_eager_attention_keeps_its_matrices_over_the_whole_pass() -> None:
+    """Of each head and layer the scores, their softmax in fp32, and that in the compute type: 12 bytes in fp32."""
+    model = SMOL.model_copy(update={"attention_heads": 9})
+    of = {
+        (attention, micro): plan_for(
+            model=model, attention=attention, gradient_checkpointing=False, hyper={"micro_batch_size": micro}
+        ).memory.activations_bytes
+        for attention in ("sdpa", "eager")
+        for micro in (1, 4)
+    }
+    for micro in (1, 4):
+        assert of["eager", micro] - of["sdpa", micro] == 30 * 9 * (micro * 200) ** 2 * 12
+
+
+def test_adapted_experts_are_kept_with_their_adapter() -> None:
+    model = SMOL.model_copy(update={"stacked_parameters": 30 * 10**6})
+    of = [
+        plan_for(model=facts, gradient_checkpointing=checkpointing).memory.activations_bytes
+        for facts in (model, SMOL)
+        for checkpointing in (False, True)
+    ]
+    assert of[0] - of[2] == (30 + 1) * 4 * 10**6, "each layer's sum, and one gradient"
+    assert of[1] - of[3] == (1 + 1) * 4 * 10**6, "one layer's at a time"
+
+
 @pytest.mark.parametrize(
     ("rows", "epochs", "batch", "steps"),
     [(10, 1, 4, 3), (10, 2, 4, 6), (10, 0.5, 4, 2), (3, 0.5, 1, 2), (10, 2.5, 4, 8), (10, 0.3, 1, 3), (1, 3, 1, 3)],

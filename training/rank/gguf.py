@@ -65,9 +65,14 @@ def _read(file: Path) -> tuple[Any, Any]:
     about: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **about)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **about)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.float32, output_loading_info=True, **about
+        )
     except Exception as error:  # transformers and gguf raise whatever their parsers trip over
         raise ModelError(
             f"{file.name}: this GGUF cannot be read ({error}); use the model's safetensors folder"
         ) from error
+    # transformers would make up what is not there and go on.
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{file.name}: it lacks {', '.join(missing[:3])}; fetch it again")
     return model, tokenizer

@@ -10,29 +10,37 @@ from transformers.pytorch_utils import Conv1D
 
 from training.adapter import Adapter, Regex
 from training.errors import SpecError
+from training.rank.experts import Targets, check_options, list_stacks, name_targets
 from training.rank.source import Source
 
 PARAM = "adapter.target_modules"
 SAVED = "adapter.modules_to_save"
 
 
-def make_targets(model: nn.Module, adapter: Adapter) -> list[str]:
-    """The names of the adapted layers as peft takes them: last parts (`q_proj`) where these say all, else whole names.
+def make_targets(model: nn.Module, adapter: Adapter) -> Targets:
+    """What is adapted, as peft takes it; raises as `find_targets`."""
+    return name_targets(model, *find_targets(model, adapter))
 
-    `all-linear` is every linear layer but the output head, which servers of adapters do not load.
+
+def find_targets(model: nn.Module, adapter: Adapter) -> tuple[set[str], set[str]]:
+    """The whole names of the linear layers and of the stacks of experts (experts.py) that `target_modules` asks for.
+
+    `all-linear` is all of them but the output head, which servers of adapters do not load.
 
     Raises:
-        SpecError: a name or pattern that fits no linear layer.
+        SpecError: a name or pattern that fits none.
     """
-    chosen = find_layers(model, adapter)
-    last = {name.rpartition(".")[2] for name in chosen}
-    said_by_last = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
-    return sorted(last if said_by_last == chosen else chosen)
+    stacks = list_stacks(model)
+    chosen = _choose(model, adapter, {**list_linear(model), **stacks})
+    return chosen - stacks.keys(), chosen & stacks.keys()
 
 
 def find_layers(model: nn.Module, adapter: Adapter) -> set[str]:
-    """The whole names of the layers that `target_modules` asks for; raises as `make_targets`."""
-    linear = list_linear(model)
+    """As `find_targets`, of the linear layers alone."""
+    return _choose(model, adapter, list_linear(model))
+
+
+def _choose(model: nn.Module, adapter: Adapter, linear: dict[str, Any]) -> set[str]:
     asked = adapter.target_modules
     if asked == "all-linear":
         head = model.get_output_embeddings()
@@ -62,11 +70,17 @@ def width_of(module: Any) -> tuple[int, int]:
 
 
 def count_lora_parameters(model: nn.Module, adapter: Adapter) -> int:
-    """r x (inputs + outputs) of the adapted layers, with DoRA a length for each output, and what is trained whole."""
+    """r x (inputs + outputs) of the adapted layers and experts, with DoRA a length for each output, and what is
+    trained whole."""
     linear = list_linear(model)
-    adapted = {name: linear[name] for name in find_layers(model, adapter)}
+    layers, stacks = find_targets(model, adapter)
+    adapted = {name: linear[name] for name in layers}
     _check_choice(model, adapter, adapted)
+    check_options(model, adapter, layers, stacks)
     low_rank = adapter.r * sum(sum(module.weight.shape) for module in adapted.values())
+    low_rank += adapter.r * sum(
+        len(weight) * sum(weight.shape[1:]) for name, weight in list_stacks(model).items() if name in stacks
+    )
     lengths = sum(width_of(module)[1] for module in adapted.values()) if adapter.use_dora else 0
     saved = [model.get_submodule(name) for name in find_saved_modules(model, adapter)]
     # By identity: tied weights are trained once.
@@ -100,6 +114,7 @@ def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> n
 
     saved = find_saved_modules(model, adapter)
     tied = model.config.get_text_config().tie_word_embeddings
+    targets = make_targets(model, adapter)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=source.name,
@@ -107,7 +122,8 @@ def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> n
         r=adapter.r,
         lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=make_targets(model, adapter),
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
         modules_to_save=saved or None,
         ensure_weight_tying=tied and any(_is_embedding(model, name) for name in saved),
         use_rslora=adapter.use_rslora,
@@ -136,7 +152,7 @@ def _check_choice(model: nn.Module, adapter: Adapter, adapted: dict[str, Any]) -
     if adapter.type == "qlora" and inside:
         message = f"{SAVED}: {inside[0]} is quantised and cannot be trained whole; name it in target_modules"
         raise SpecError(message, param=SAVED)
-    narrowest = min(min(module.weight.shape) for module in adapted.values())
+    narrowest = min((min(module.weight.shape) for module in adapted.values()), default=adapter.r)
     if adapter.init == "pissa" and adapter.r > narrowest:
         message = f"adapter.r: {adapter.r} is more than PiSSA can take from a layer of width {narrowest}"
         raise SpecError(message, param="adapter.r")
@@ -159,6 +175,8 @@ def _fits(layer: str, names: tuple[str, ...]) -> bool:
 
 def _no_layer(what: str, asked: str, linear: dict[str, Any]) -> SpecError:
     last = sorted({name.rpartition(".")[2] for name in linear})
-    near = difflib.get_close_matches(asked.rpartition(".")[2], last, n=3)
+    name = asked.rpartition(".")[2]
+    fused = [longer for longer in last if longer.endswith(f"_{name}")]  # `gate_up_proj` holds what was `up_proj`
+    near = fused or difflib.get_close_matches(name, last, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"the model has {', '.join(last)}"
     return SpecError(f"{PARAM}: {what} of the model; {hint}", param=PARAM)

@@ -103,27 +103,3 @@ def _list_losses(model: nn.Module, batch: Batch) -> Tensor:
     if head is not None and not is_trained(head):
         return list_losses(compute_hidden(model, batch, head), batch.targets, head)
     return functional.cross_entropy(compute_logits(model, batch).float(), batch.targets, reduction="none")
-
-
-@torch.no_grad()
-def keeps_rows_apart(model: nn.Module, device: torch.device) -> bool:
-    """Whether rows laid end to end are to this model as rows by themselves, tried with a short pair. They are not where
-    a state is carried along (Mamba and its like) or positions are counted by the model itself."""
-    if "position_ids" not in forward_names(type(get_base(model))):
-        return False
-    training = model.training
-    model.eval()
-    try:
-        first, other, row = (_probe(start) for start in (3, 11, 19))
-        beside_first = compute_logits(model, make_batch([first, row], device))[-7:]
-        beside_other = compute_logits(model, make_batch([other, row], device))[-7:]
-        alone = compute_logits(model, make_batch([row], device))
-    finally:
-        model.train(training)
-    apart = (beside_first - alone).float().abs().mean() / alone.float().std()
-    return torch.equal(beside_first, beside_other) and float(apart) < (1e-4 if alone.dtype == torch.float32 else 5e-2)
-
-
-def _probe(start: int) -> Example:
-    ids = list(range(start, start + 8))
-    return Example(line=0, input_ids=ids, labels=ids)

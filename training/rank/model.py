@@ -13,6 +13,8 @@ from training.errors import ModelError, SpecError
 from training.facts import ModelFacts
 from training.plan import Plan
 from training.rank.adapters import add_adapter, count_trained
+from training.rank.experts import list_stacks
+from training.rank.lora import find_targets
 from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
@@ -65,10 +67,7 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
     return ModelFacts(
         family=config.model_type,
         hidden_size=text.hidden_size,
-        # GPT-2 and its like name it otherwise, and leave out what is the usual four times the width.
-        intermediate_size=getattr(text, "intermediate_size", None)
-        or getattr(text, "n_inner", None)
-        or 4 * text.hidden_size,
+        intermediate_size=_computed_width(text),
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         parameters=parameters,
@@ -76,7 +75,28 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         quantised_parameters=count_quantised(model) if adapter.type == "qlora" else 0,
         head_in_parts=not any(getattr(text, name, None) for name in CHANGERS_OF_LOGITS),
         context_tokens=context_tokens(config),
+        attention_heads=text.num_attention_heads,
+        has_fused_attention=model._supports_sdpa,
+        stacked_parameters=_count_stacked(model, adapter),
     )
+
+
+def _computed_width(text: Any) -> int:
+    """Of the feed-forward part that is computed for a token: with experts, of those that it is given to."""
+    # GPT-2 and its like name it otherwise, and leave out what is the usual four times the width.
+    width = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    experts = getattr(text, "num_experts_per_tok", None)
+    if not experts:
+        return int(width)
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    return int(max(width, experts * (getattr(text, "moe_intermediate_size", None) or width) + shared))
+
+
+def _count_stacked(model: nn.Module, adapter: Adapter) -> int:
+    if not adapter.is_low_rank:
+        return 0
+    stacks = list_stacks(model)
+    return sum(stacks[name].numel() for name in find_targets(model, adapter)[1])
 
 
 def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | None = None) -> nn.Module:

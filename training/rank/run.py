@@ -18,13 +18,13 @@ from training.events import EventLog
 from training.extending import require_target
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
+from training.rank.apart import find_trial_passes, keeps_rows_apart
 from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress, load_weights
 from training.rank.early_stopping import patience_is_out
 from training.rank.failure import explain
 from training.rank.inputs import Inputs, load_inputs, make_data_facts, make_fingerprint
 from training.rank.lock import lock
 from training.rank.loop import Run, train
-from training.rank.loss import keeps_rows_apart
 from training.rank.model import base_dtype, build_model, cast_weights, make_facts
 from training.rank.parallel import SingleDevice
 from training.rank.start import load_start
@@ -41,7 +41,7 @@ from training.rundir import (
     verify,
     write_json,
 )
-from training.spec import JobSpec, load_spec
+from training.spec import load_spec
 
 MAX_ROW_WARNINGS = 20
 
@@ -94,6 +94,7 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
     this.events.append("plan", resumed_from or 0, plan.as_json())
     if found is None:
         _warn_of_rows(this.events, inputs)
+        _warn_of_balance(this.events, inputs)
     if plan_only:
         return EXIT_FINISHED
     parts = _build(this, inputs, plan, found)
@@ -147,7 +148,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
         parallel=parallel,
         examples=inputs.training.examples,
         validation=inputs.validation.examples if inputs.validation else [],
-        rows_per_pass=_rows_per_pass(this, parallel, plan, inputs.spec),
+        rows_per_pass=_rows_per_pass(this, parallel, plan, inputs),
         events=this.events,
         checkpoints=checkpoints,
         progress=this.progress,
@@ -155,14 +156,17 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     )
 
 
-def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan, spec: JobSpec) -> int:
+def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan, inputs: Inputs) -> int:
     """The micro-batch; 1 where the model cannot tell rows apart, which changes the speed and not the result. Raises
     SpecError where rows are to be packed all the same."""
     if plan.micro_batch_size == 1 and not plan.packing:
         return 1
-    with parallel.compute():
-        if may_share_a_pass(spec.adapter) and keeps_rows_apart(parallel.model, parallel.device):
-            return plan.micro_batch_size
+    spec = inputs.spec
+    if may_share_a_pass(spec.adapter):
+        passes = find_trial_passes(inputs.training.examples, plan.micro_batch_size)
+        with parallel.compute():
+            if keeps_rows_apart(parallel.model, parallel.device, passes):
+                return plan.micro_batch_size
     if plan.packing:
         param = f"{spec.hyperparameters_path}.packing"
         message = f"{param}: this kind of model or adapter mixes up rows of one sequence; set it to false"
@@ -206,6 +210,17 @@ def _warn_of_rows(events: EventLog, inputs: Inputs) -> None:
         if len(issues) > MAX_ROW_WARNINGS:
             message = f"{len(issues) - MAX_ROW_WARNINGS} more warnings of rows are not listed"
             events.append("warning", 0, {"message": message, "param": param})
+
+
+def _warn_of_balance(events: EventLog, inputs: Inputs) -> None:
+    """The loss is the cross-entropy alone, from which routers have a gradient too."""
+    text = inputs.config.get_text_config()
+    share = getattr(text, "router_aux_loss_coef", None)
+    if inputs.spec.adapter.type == "full" and getattr(text, "output_router_logits", False) and share:
+        message = (
+            f"the balance loss of the experts that config.json asks for (router_aux_loss_coef {share:g}) is not added"
+        )
+        events.append("warning", 0, {"message": message, "code": "balance_loss_left_out", "param": "model"})
 
 
 def _find_best(this: Attempt) -> Path | None:

@@ -16,7 +16,7 @@ from training.rundir import MANIFEST, file_sha256, read_json, verify
 from training.spec import JobSpec
 
 PARAM = "resume_from"
-OUR_NAMES = {"lora_alpha": "alpha"}
+OUR_NAMES = {"lora_alpha": "alpha", "target_parameters": "target_modules"}
 UNLIKE_BY_NATURE = {
     *("base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "init_lora_weights", "peft_version"),
     *("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures"),

@@ -1,0 +1,86 @@
+"""Whether a model computes rows laid end to end as it computes each by itself: tried, before anything is trained."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from training.rank.data import Trained, sequences_of
+from training.rank.loss import NO_LABEL, compute_logits, count_tokens, count_trained, make_batch
+from training.rank.model import forward_names, get_base
+from training.rank.sieve import Example
+
+COMPARED_PLACES = 8
+
+
+def find_trial_passes(examples: Sequence[Trained], rows_per_pass: int) -> list[list[Example]]:
+    """The pass with the most tokens, and one with the longest row beside the shortest: attention in chunks depends on
+    where in a pass a row stands, and some positional encodings on the longest row of a pass."""
+    by_length = sorted(examples, key=lambda example: -count_tokens(example.sequences))
+    fullest = by_length[:rows_per_pass]
+    mixed = [by_length[0], *by_length[1:][::-1][: rows_per_pass - 1]]
+    return [sequences_of(fullest), *([sequences_of(mixed)] if mixed != fullest else [])]
+
+
+def keeps_rows_apart(model: nn.Module, device: torch.device, passes: Sequence[Sequence[Example]] = ()) -> bool:
+    """Whether no row has an influence on the next, tried with a short pair, and each row of these passes comes out as
+    when it is alone. They are not apart where a state is carried along (Mamba and its like), where positions are
+    counted by the model itself, or where attention or positions depend on the whole of a pass."""
+    if "position_ids" not in forward_names(type(get_base(model))):
+        return False
+    training = model.training
+    model.eval()
+    try:
+        pair = [_probe(3), _probe(19)]
+        return not _sees_first(model, device, pair) and all(
+            _same_alone(model, device, [_last_places(row) for row in rows]) for rows in (pair, *passes)
+        )
+    finally:
+        model.train(training)
+
+
+def _sees_first(model: nn.Module, device: torch.device, pair: list[Example]) -> bool:
+    """Whether the second row has a gradient to the first. Equal logits beside other rows would say less: experts round
+    by how many tokens they get."""
+    seen: list[Tensor] = []
+
+    def remember(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
+        seen.append(embedded.detach().requires_grad_())
+        return seen[0]
+
+    batch = make_batch(pair, device)
+    hook = get_base(model).get_input_embeddings().register_forward_hook(remember)  # type: ignore[operator]
+    try:
+        with torch.enable_grad():
+            logits = compute_logits(model, batch)[-7:].float()
+    finally:
+        hook.remove()
+    (gradient,) = torch.autograd.grad(logits.square().sum(), seen[0])
+    first = len(pair[0].input_ids) - 1
+    return bool(gradient[0, :first].any())
+
+
+@torch.no_grad()
+def _same_alone(model: nn.Module, device: torch.device, rows: list[Example]) -> bool:
+    together = compute_logits(model, make_batch(rows, device)).split([count_trained([row]) for row in rows])
+    for row, beside in zip(rows, together, strict=True):
+        alone = compute_logits(model, make_batch([row], device)).float()
+        # The median over the places: where experts are all but tied, rounding alone may choose another one.
+        apart = (beside.float() - alone).abs().mean(-1).median() / alone.std()
+        if not float(apart) < (1e-4 if beside.dtype == torch.float32 else 5e-2):
+            return False
+    return True
+
+
+def _last_places(row: Example) -> Example:
+    """The row with labels at its last places only: the logits of all would take too much memory."""
+    places = [place for place, label in enumerate(row.labels) if label != NO_LABEL and place][-COMPARED_PLACES:]
+    labels = [NO_LABEL] * len(row.labels)
+    for place in places:
+        labels[place] = row.labels[place]
+    return Example(row.line, row.input_ids, labels)
+
+
+def _probe(start: int) -> Example:
+    ids = list(range(start, start + 8))
+    return Example(line=0, input_ids=ids, labels=ids)
