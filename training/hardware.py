@@ -1,6 +1,7 @@
 """What a host has: its GPUs, found through the driver's own library and not through torch, and its CPU."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import psutil
@@ -26,6 +27,11 @@ class Gpu(BaseModel):
         since: dict[Format, tuple[int, int]] = {"fp32": (0, 0), "fp16": (5, 3), "bf16": (8, 0)}
         return tuple(name for name, first in since.items() if self.compute_capability >= first)
 
+    @property
+    def runs_flash_attention(self) -> bool:
+        """FlashAttention 2 needs Ampere (8.0)."""
+        return self.compute_capability >= (8, 0)
+
 
 class Hardware(BaseModel):
     """The devices that a run may use."""
@@ -35,6 +41,8 @@ class Hardware(BaseModel):
     gpus: tuple[Gpu, ...] = ()
     cpu_cores: int
     memory_bytes: int
+    has_flash_attention: bool = False
+    "Whether the package flash-attn is installed."
 
     @property
     def kind(self) -> Literal["cuda", "cpu"]:
@@ -47,7 +55,17 @@ def find_hardware() -> Hardware:
         gpus=tuple(_visible(_list_gpus())),
         cpu_cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
+        has_flash_attention=_has_flash_attention(),
     )
+
+
+def _has_flash_attention() -> bool:
+    """Version 2, told by what is installed and not by importing it, which would load torch. Later versions are other
+    packages, some of which can be imported by the same name."""
+    try:
+        return version("flash-attn").startswith("2.")
+    except PackageNotFoundError:
+        return False
 
 
 def _list_gpus() -> list[Gpu]:

@@ -29,6 +29,8 @@ KEPT_PREFIXES = (
 DEFAULTS = {
     # Lets cuBLAS give the same bits each time; it is read when the GPU is first used.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # Likewise the backward pass of the package flash-attn, where a job asks for it.
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
     # Threads that wait sleep. Spinning ones, the default, make a step many times slower as soon as anything else wants
     # a core: each parallel part of it then waits until the system gives the spinning thread's core away.
     "OMP_WAIT_POLICY": "PASSIVE",

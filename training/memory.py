@@ -4,7 +4,7 @@ import math
 
 from training.adapter import Adapter
 from training.facts import DataFacts, Fact, ModelFacts
-from training.spec import JobSpec
+from training.spec import JobSpec, NextTokenHyperparameters
 
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """Of fp32 logits, by device: as many as are made at once, enough to keep a device busy."""
@@ -32,6 +32,7 @@ def forecast_memory(
     max_seq_len: int,
     micro_batch_size: int,
     gradient_checkpointing: bool,
+    activation_offloading: bool = False,
 ) -> Memory:
     """Bytes by part on the device.
 
@@ -39,31 +40,38 @@ def forecast_memory(
     and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations are counted as Korthikanti
     et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
     backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
-    gated MLP) numbers; with checkpointing one input a layer and one whole layer. One quantised layer at a time is
-    unpacked. Eager attention keeps of each head the scores, their softmax in fp32 and that in the compute type, over
-    all tokens of the pass. Of adapted experts in stacks the sum of weight and adapter is kept, and a layer's gradient.
+    gated MLP) numbers; with checkpointing one input a layer and one whole layer; offloaded, the one layer that is
+    computed. Rows that share a pass are kept apart by a mask, of which each layer keeps a copy in the compute type;
+    flash attention needs none. Eager attention keeps of each head the scores, their softmax in fp32 and that in the
+    compute type, over all tokens of the pass. One quantised layer at a time is unpacked. Of adapted experts in stacks
+    the sum of weight and adapter is kept, and a layer's gradient.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
     # The loss of a pair needs both of its sides at once.
-    sequences = 2 * micro_batch_size if spec.method.type == "dpo" else micro_batch_size
-    tokens = sequences * min(data.longest_tokens, max_seq_len)
-    layer_bytes = width * tokens * (12 * model.hidden_size + 4 * model.intermediate_size)
+    passes = 2 if spec.method.type == "dpo" else 1
+    pass_tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
+    mask_numbers = pass_tokens**2 if _needs_mask(spec, micro_batch_size) else 0
+    input_bytes = width * passes * pass_tokens * model.hidden_size
+    layer_bytes = 12 * input_bytes + 4 * width * passes * pass_tokens * model.intermediate_size
+    layer_bytes += width * passes * mask_numbers
     if spec.attention == "eager" or not model.has_fused_attention:
-        layer_bytes += (4 + 2 * width) * model.attention_heads * tokens**2
+        layer_bytes += (4 + 2 * width) * passes * model.attention_heads * pass_tokens**2
     stacked_bytes = width * model.stacked_parameters // model.layers
     layer_bytes += stacked_bytes
-    kept = layer_bytes + model.layers * width * tokens * model.hidden_size
+    kept = model.layers * (input_bytes if gradient_checkpointing else layer_bytes)
+    if activation_offloading:
+        kept = input_bytes
+    if activation_offloading or gradient_checkpointing:
+        kept += layer_bytes
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
     quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
     return Memory(
         weights_bytes=(frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4,
         gradients_bytes=model.trained_parameters * 4,
         optimizer_bytes=_optimizer_bytes(spec, model),
-        activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes)
-        + stacked_bytes
-        + unpacked_bytes,
-        logits_bytes=_logits_bytes(sequences * data.longest_trained_tokens, model),
+        activations_bytes=kept + mask_numbers + stacked_bytes + unpacked_bytes,
+        logits_bytes=_logits_bytes(passes * micro_batch_size * data.longest_trained_tokens, model),
     )
 
 
@@ -72,6 +80,13 @@ def _logits_bytes(trained_tokens: int, model: ModelFacts) -> int:
     and their gradient, in fp32."""
     logits_bytes = 4 * trained_tokens * model.vocabulary
     return 3 * (min(logits_bytes, max(CHUNK_BYTES.values())) if model.head_in_parts else logits_bytes)
+
+
+def _needs_mask(spec: JobSpec, micro_batch_size: int) -> bool:
+    """Whether rows that share a pass are kept apart by a mask: a byte for each pair of tokens, and what the layers make
+    of it."""
+    packed = isinstance(spec.hyper, NextTokenHyperparameters) and spec.hyper.packing is True
+    return spec.attention != "flash" and (packed or micro_batch_size > 1)
 
 
 def bits_per_weight(adapter: Adapter) -> float:

@@ -1,20 +1,30 @@
 """What will run: every `auto` of a spec resolved, each by a published rule, with the reason beside the number."""
 
-import math
 from typing import Any, Literal
 
 from training.adapter import Adapter
+from training.automatic import (
+    decide_packing,
+    make_batch_size,
+    make_beta,
+    make_decay_steps,
+    make_every,
+    make_learning_rate,
+    make_length,
+    make_save_total_limit,
+    make_warmup_steps,
+)
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
-from training.fields import Steps
+from training.fields import Auto
 from training.hardware import CPU_FORMATS, Format, Hardware
 from training.memory import Memory, forecast_memory
 from training.spec import (
+    Attention,
     EarlyStopping,
     Hyperparameters,
     JobSpec,
     KtoHyperparameters,
-    NextTokenHyperparameters,
     Optimizer,
     PreferenceHyperparameters,
     Stability,
@@ -23,14 +33,6 @@ from training.spec import (
 
 GIB = 2**30
 DEFAULT_SEED = 0
-DEFAULT_WARMUP_RATIO = 0.03
-DEFAULT_DECAY_RATIO = 0.2
-CHECKPOINTS_ROOM_BYTES = 32 * GIB
-SMALL_ADAPTER_RATES = {
-    "ia3": (3e-3, "3e-3 for IA3 (Liu et al. 2022, section 4.1)"),
-    "prefix": (1e-2, "1e-2 for prefix tuning, as in the examples of PEFT"),
-    "prompt": (3e-2, "3e-2 for prompt tuning, as in the examples of PEFT"),
-}
 MAX_TOKENS_PER_FORWARD = 8192
 """Where a GPU is busy with rows of usual models; more rows in one pass cost memory and gain little."""
 
@@ -68,7 +70,8 @@ class Plan(Fact):
     stability: Stability = Stability()
     precision: Format
     gradient_checkpointing: bool
-    attention: Literal["sdpa", "eager"]
+    activation_offloading: bool = False
+    attention: Attention
     parameters: int
     trained_parameters: int
     quantised_parameters: int = 0
@@ -96,9 +99,9 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     device = _device(spec, hardware)
     precision = _precision(spec, hardware, device, why)
     max_seq_len = make_max_seq_len(spec, model.context_tokens, data.longest_tokens, why)
-    batch = _batch_size(asked, data.examples, why)
-    micro, checkpointing = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
-    epochs, steps, steps_per_epoch = _length(asked, data, batch, why)
+    batch = make_batch_size(spec, data.examples, why)
+    micro, checkpointing, offloading = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
+    epochs, steps, steps_per_epoch = make_length(asked, data, batch, why)
     return Plan(
         device=device,
         ranks=1,
@@ -109,30 +112,31 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         batch_size=batch,
         micro_batch_size=micro,
         gradient_accumulation_steps=batch // micro,
-        learning_rate=_learning_rate(spec, model, why),
+        learning_rate=make_learning_rate(spec, model, why),
         lr_scheduler=asked.lr_scheduler,
-        warmup_steps=_warmup_steps(asked, steps, why),
-        decay_steps=_decay_steps(asked, steps, why),
+        warmup_steps=make_warmup_steps(asked, steps, why),
+        decay_steps=make_decay_steps(asked, steps, why),
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.max_grad_norm,
         optimizer=_optimizer(spec, device),
         max_seq_len=max_seq_len,
         truncation=asked.truncation,
-        packing=_packing(asked, why),
+        packing=decide_packing(asked, why),
         train_on=asked.train_on if isinstance(asked, SupervisedHyperparameters) else None,
-        eval_steps=_every("eval_steps", asked.eval_steps, steps, why) if data.validation_rows else None,
-        save_steps=_every("save_steps", asked.save_steps, steps, why),
-        save_total_limit=_save_total_limit(asked, model, why),
+        eval_steps=make_every("eval_steps", asked.eval_steps, steps, why) if data.validation_rows else None,
+        save_steps=make_every("save_steps", asked.save_steps, steps, why),
+        save_total_limit=make_save_total_limit(asked, model, why),
         early_stopping=asked.early_stopping,
         stability=spec.stability,
         precision=precision,
         gradient_checkpointing=checkpointing,
-        attention=_attention(spec, model, why),
+        activation_offloading=offloading,
+        attention=_attention(spec, hardware, device, precision, model, why),
         parameters=model.parameters,
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
         lora_plus_ratio=spec.adapter.lora_plus_ratio,
-        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing),
+        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading),
         counts=data.counts,
         reasons=why,
         method=spec.method.type,
@@ -140,14 +144,6 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         desirable_weight=asked.desirable_weight if isinstance(asked, KtoHyperparameters) else None,
         undesirable_weight=asked.undesirable_weight if isinstance(asked, KtoHyperparameters) else None,
     )
-
-
-def make_beta(asked: PreferenceHyperparameters, why: dict[str, str] | None = None) -> float:
-    if asked.beta != "auto":
-        return asked.beta
-    if why is not None:
-        why["beta"] = "0.1 (Rafailov et al. 2023, appendix B; Ethayarajh et al. 2024)"
-    return 0.1
 
 
 def make_max_seq_len(
@@ -212,40 +208,38 @@ def _optimizer(spec: JobSpec, device: str) -> Optimizer:
     return asked
 
 
-def _attention(spec: JobSpec, model: ModelFacts, why: dict[str, str]) -> Literal["sdpa", "eager"]:
+def _attention(
+    spec: JobSpec, hardware: Hardware, device: str, precision: Format, model: ModelFacts, why: dict[str, str]
+) -> Attention:
     if spec.attention == "sdpa" and not model.has_fused_attention:
         message = f'attention: transformers has no fused attention for {model.family}; set "eager" or "auto"'
+        raise SpecError(message, param="attention")
+    if spec.attention == "flash" and (missing := _lack_for_flash_attention(hardware, device, precision)):
+        message = f'attention: "flash" {missing}; "sdpa", PyTorch\'s own fused attention, runs everywhere'
         raise SpecError(message, param="attention")
     if spec.attention != "auto":
         return spec.attention
     if not model.has_fused_attention:
         why["attention"] = f"transformers has no fused attention for {model.family}"
         return "eager"
-    why["attention"] = "PyTorch's fused attention never stores the attention matrix (Dao et al. 2022)"
+    why["attention"] = (
+        "PyTorch's fused attention never stores the attention matrix (Dao et al. 2022); every host has it, so that "
+        "a run can go on anywhere"
+    )
     return "sdpa"
 
 
-def _packing(asked: Hyperparameters, why: dict[str, str]) -> bool:
-    if not isinstance(asked, NextTokenHyperparameters):
-        return False
-    if asked.packing != "auto":
-        return asked.packing
-    why["packing"] = "rows are laid end to end without padding either way; batch_size then counts rows"
-    return False
-
-
-def _batch_size(asked: Hyperparameters, rows: int, why: dict[str, str]) -> int:
-    """About 0.2% of the rows, OpenAI's published default, kept within 4 to 32: below, steps are noise; above, LoRA
-    loses against full fine-tuning ("LoRA Without Regret", Schulman et al. 2025)."""
-    if asked.batch_size != "auto":
-        return asked.batch_size
-    unit = math.lcm(*(n for n in (asked.micro_batch_size, asked.gradient_accumulation_steps) if n != "auto"))
-    if "auto" not in (asked.micro_batch_size, asked.gradient_accumulation_steps):
-        why["batch_size"] = "micro_batch_size x gradient_accumulation_steps"
-        return int(asked.micro_batch_size) * int(asked.gradient_accumulation_steps)
-    wanted = min(max(4, round(0.002 * rows)), 32, rows)
-    why["batch_size"] = "0.2% of the rows, from 4 to 32"
-    return math.ceil(wanted / unit) * unit
+def _lack_for_flash_attention(hardware: Hardware, device: str, precision: Format) -> str | None:
+    """What keeps this host from it."""
+    if device == "cpu":
+        return "runs on GPUs only, and this run is on the CPU"
+    if not hardware.gpus[0].runs_flash_attention:
+        return f"needs a GPU of compute capability 8.0 or later, and this is a {hardware.gpus[0].name}"
+    if precision == "fp32":
+        return "computes in bf16 or fp16, and the precision is fp32"
+    if not hardware.has_flash_attention:
+        return "needs version 2 of the package flash-attn, which this host does not have"
+    return None
 
 
 def _fit(
@@ -258,44 +252,72 @@ def _fit(
     max_seq_len: int,
     batch: int,
     why: dict[str, str],
-) -> tuple[int, bool]:
-    """Micro-batch and checkpointing: as many rows as fit; checkpointing only where one row does not fit without it,
-    since it costs about a third more time (Chen et al. 2016)."""
+) -> tuple[int, bool, bool]:
+    """Micro-batch, checkpointing and offloading: as many rows as fit; checkpointing only where one row does not fit
+    without it, since it costs about a third more time (Chen et al. 2016); offloading only where that is not enough."""
     asked = spec.hyper
     # A host's memory is shared with everything else on it, and its allocator keeps some of what was freed.
     room_bytes = 0.85 * hardware.gpus[0].memory_bytes if device == "cuda" else 0.6 * hardware.memory_bytes
 
-    def fits(micro: int, checkpointing: bool) -> bool:
-        memory = forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing)
-        return memory.total_bytes < room_bytes
+    def forecast(micro: int, checkpointing: bool, offloading: bool) -> Memory:
+        return forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading)
+
+    def fits(micro: int, checkpointing: bool, offloading: bool) -> bool:
+        return forecast(micro, checkpointing, offloading).total_bytes < room_bytes
 
     smallest = _given_micro(asked, batch) or 1
-    checkpointing = spec.gradient_checkpointing
-    if spec.adapter.type == "prefix":
-        if checkpointing is True:
-            param = "gradient_checkpointing"
-            raise SpecError(f"{param}: a prefix is kept in a cache, which it cannot have; set it to false", param=param)
-        checkpointing = False
+    offloading = _asked_offloading(spec, device, why)
+    checkpointing = _asked_checkpointing(spec)
     if checkpointing == "auto":
-        checkpointing = not fits(smallest, False)
+        checkpointing = not fits(smallest, False, offloading is True)
         why["gradient_checkpointing"] = (
             "one pass would not fit without it" if checkpointing else "one pass fits without it, which is faster"
         )
+    if offloading == "auto":
+        offloading = not fits(smallest, checkpointing, False)
+        why["activation_offloading"] = "one pass fits without it, which is faster"
+        if offloading:
+            moved = forecast(smallest, checkpointing, False).activations_bytes
+            moved -= forecast(smallest, checkpointing, True).activations_bytes
+            why["activation_offloading"] = (
+                f"one pass would not fit without it; about {moved / GIB:.1f} GiB of each pass wait on the host"
+            )
     if given := _given_micro(asked, batch):
-        return given, checkpointing
+        return given, checkpointing, offloading
     if not may_share_a_pass(spec.adapter):
         why["micro_batch_size"] = "8-bit layers, prefixes and prompts take one row a pass"
-        return 1, checkpointing
+        return 1, checkpointing, offloading
     if device == "cpu":
         why["micro_batch_size"] = "on a CPU row after row is fastest: nothing is padded and nothing waits"
-        return 1, checkpointing
+        return 1, checkpointing, offloading
     longest = min(data.longest_tokens, max_seq_len)
     divisors = [n for n in range(batch, 0, -1) if batch % n == 0]
     why["micro_batch_size"] = f"the largest share of the batch that fits, up to {MAX_TOKENS_PER_FORWARD} tokens a pass"
     for micro in divisors:
-        if micro * longest <= MAX_TOKENS_PER_FORWARD and fits(micro, checkpointing):
-            return micro, checkpointing
-    return 1, checkpointing
+        if micro * longest <= MAX_TOKENS_PER_FORWARD and fits(micro, checkpointing, offloading):
+            return micro, checkpointing, offloading
+    return 1, checkpointing, offloading
+
+
+def _asked_checkpointing(spec: JobSpec) -> bool | Auto:
+    if spec.adapter.type != "prefix":
+        return spec.gradient_checkpointing
+    if spec.gradient_checkpointing is True:
+        param = "gradient_checkpointing"
+        raise SpecError(f"{param}: a prefix is kept in a cache, which it cannot have; set it to false", param=param)
+    return False
+
+
+def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool | Auto:
+    asked = spec.activation_offloading
+    if device == "cuda" or asked is False:
+        return asked
+    if asked is True:
+        param = "activation_offloading"
+        message = f"{param}: the run is on the CPU, whose memory is where activations would be moved; leave it out"
+        raise SpecError(message, param=param)
+    why["activation_offloading"] = "on a CPU activations are in the host's memory anyway"
+    return False
 
 
 def _given_micro(asked: Hyperparameters, batch: int) -> int | None:
@@ -304,90 +326,3 @@ def _given_micro(asked: Hyperparameters, batch: int) -> int | None:
     if asked.gradient_accumulation_steps != "auto":
         return batch // asked.gradient_accumulation_steps
     return None
-
-
-def _length(asked: Hyperparameters, data: DataFacts, batch: int, why: dict[str, str]) -> tuple[float, int, int]:
-    """Epochs, steps, steps of a whole epoch. An epoch ends with its own last, maybe smaller, window: no row is dropped
-    or carried over. Automatic epochs follow OpenAI's published rule: 3, but at least 100 and at most 25,000 examples.
-    """
-    rows = data.counts.trained_rows if _packing(asked, {}) else data.examples
-    steps_per_epoch = math.ceil(data.examples / batch)
-    if asked.max_steps is not None:
-        return asked.max_steps / steps_per_epoch, asked.max_steps, steps_per_epoch
-    epochs = asked.n_epochs
-    if epochs == "auto":
-        epochs = 3.0
-        if rows * 3 < 100:
-            epochs = float(min(25, 100 // rows))
-        elif rows * 3 > 25_000:
-            epochs = float(max(1, 25_000 // rows))
-        why["n_epochs"] = "3, but at least 100 and at most 25,000 examples in all, and at most 25 epochs"
-    whole = math.floor(epochs)
-    # Rounded first: 0.1 + 0.2 epochs of 10 rows are 3 rows, not 4.
-    part = math.ceil(round(data.examples * (epochs - whole), 6) / batch)
-    return epochs, whole * steps_per_epoch + part, steps_per_epoch
-
-
-_PREFERENCE_RATES = {
-    "dpo": (1e-6, "1e-6 (Rafailov et al. 2023, appendix B)"),
-    "kto": (5e-7, "5e-7 (Ethayarajh et al. 2024)"),
-}
-
-
-def _learning_rate(spec: JobSpec, model: ModelFacts, why: dict[str, str]) -> float:
-    """5e-5 x (2000 / hidden size)^p, ten times that for LoRA ("LoRA Without Regret", Schulman et al. 2025); p was
-    fitted as 0.781 on Llama and 0.0775 on Qwen, on models from 2048 wide on: narrower ones are taken as 2048. For
-    answers that are compared with the base model's, the rates of the papers, likewise ten times that for LoRA."""
-    asked = spec.hyper
-    if asked.learning_rate != "auto":
-        return asked.learning_rate
-    if spec.method.type in _PREFERENCE_RATES:
-        rate, why["learning_rate"] = _PREFERENCE_RATES[spec.method.type]
-    else:
-        power = 0.0775 if "qwen" in model.family else 0.781
-        rate = 5e-5 * (2000 / max(model.hidden_size, 2048)) ** power
-        why["learning_rate"] = f"5e-5 x (2000 / hidden size)^{power:g}"
-    if spec.adapter.is_low_rank:
-        rate *= 10
-        why["learning_rate"] += ", times 10 for LoRA"
-    if spec.adapter.type in SMALL_ADAPTER_RATES:
-        rate, why["learning_rate"] = SMALL_ADAPTER_RATES[spec.adapter.type]
-    if asked.learning_rate_multiplier != "auto":
-        rate *= asked.learning_rate_multiplier
-        why["learning_rate"] += f", times the multiplier {asked.learning_rate_multiplier:g}"
-    return float(f"{rate:.3g}")
-
-
-def _warmup_steps(asked: Hyperparameters, steps: int, why: dict[str, str]) -> int:
-    if asked.warmup_steps is not None:
-        return min(asked.warmup_steps, steps)
-    ratio = DEFAULT_WARMUP_RATIO if asked.warmup_ratio is None else asked.warmup_ratio
-    if asked.warmup_ratio is None:
-        why["warmup_steps"] = "3% of the run (QLoRA, Dettmers et al. 2023, appendix B)"
-    return math.ceil(ratio * steps)
-
-
-def _decay_steps(asked: Hyperparameters, steps: int, why: dict[str, str]) -> int:
-    """What the warm-up leaves of the share that was asked for."""
-    if asked.lr_scheduler != "wsd":
-        return 0
-    if asked.decay_ratio is None:
-        why["decay_steps"] = "the last 20% of the run (Haegele et al. 2024)"
-    ratio = DEFAULT_DECAY_RATIO if asked.decay_ratio is None else asked.decay_ratio
-    return min(math.ceil(round(ratio * steps, 6)), steps - _warmup_steps(asked, steps, {}))
-
-
-def _every(name: str, asked: Steps, steps: int, why: dict[str, str]) -> int:
-    """An interval in steps. Automatic: a tenth of the run, so that the curve has points and little is lost."""
-    if asked == "auto":
-        why[name] = "a tenth of the run, at least 10 steps"
-        return max(10, math.ceil(steps / 10))
-    return max(1, round(asked * steps)) if asked < 1 else int(asked)
-
-
-def _save_total_limit(asked: Hyperparameters, model: ModelFacts, why: dict[str, str]) -> int:
-    """What is trained stands in a checkpoint in fp32 with Adam's two moments. Two at least: one may be damaged."""
-    if asked.save_total_limit != "auto":
-        return asked.save_total_limit
-    why["save_total_limit"] = f"as many as take {CHECKPOINTS_ROOM_BYTES // GIB} GiB, from 2 to 10"
-    return min(10, max(2, CHECKPOINTS_ROOM_BYTES // (12 * max(1, model.trained_parameters))))

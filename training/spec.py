@@ -16,6 +16,8 @@ from training.fields import Auto, Part, Steps, Switch, at, not_together, real, s
 
 MAX_EPOCHS = 10_000
 
+Attention = Literal["sdpa", "flash", "eager"]
+
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
 
 MAX_SEED = 2**31 - 1
@@ -31,7 +33,6 @@ NOT_OFFERED = {
 
 VALUES_NOT_OFFERED = {
     "method.type": ("orpo",),
-    "attention": ("flash",),
 }
 """Values of the contract that this version refuses by name, by the field's path or its last part."""
 
@@ -229,7 +230,11 @@ class JobSpec(Part):
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     "The compute type; what is trained is kept in fp32 with any of them."
     gradient_checkpointing: Switch = "auto"
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    "Whether activations are computed again for the backward pass in the place of being kept."
+    activation_offloading: Switch = "auto"
+    "Whether activations wait for the backward pass in the host's memory in the place of the GPU's."
+    attention: Attention | Auto = "auto"
+    "sdpa is PyTorch's own; flash the package flash-attn, which the GPU host has to have; eager stores the matrix."
     stability: Stability = Stability()
     resources: Resources = Resources()
 

@@ -1,6 +1,8 @@
 """Every `auto` is resolved by a published rule; numbers are held against the closed form or the paper's table."""
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from training.hardware import Gpu, Hardware
 from training.plan import Plan, make_plan
 from training.spec import parse_spec
 
+ROOT = Path(__file__).parents[2]
 A100 = Gpu(index=0, name="NVIDIA A100", memory_bytes=80 * 2**30, compute_capability=(8, 0))
 V100 = Gpu(index=0, name="NVIDIA V100", memory_bytes=16 * 2**30, compute_capability=(7, 0))
 CPU = Hardware(cpu_cores=2, memory_bytes=24 * 2**30)
@@ -29,7 +32,8 @@ def plan_for(
     hyper: dict[str, Any] | None = None,
     **more: Any,
 ) -> Plan:
-    spec = parse_spec({"model": "m", "training_file": "f", "hyperparameters": hyper or {}, **more})
+    given = {} if hyper is None else {"hyperparameters": hyper}
+    spec = parse_spec({"model": "m", "training_file": "f", **given, **more})
     data = DataFacts(
         counts=Counts(rows=rows, trained_rows=rows), examples=rows,
         longest_tokens=longest, longest_trained_tokens=longest // 2,
@@ -43,11 +47,12 @@ def test_no_auto_is_left_and_each_automatic_number_has_its_reason() -> None:
     assert "auto" not in str(plan.as_json())
     automatic = {"n_epochs", "batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "max_seq_len"}
     automatic |= {"eval_steps", "save_steps", "precision", "gradient_checkpointing", "attention", "save_total_limit"}
-    automatic |= {"packing"}
+    automatic |= {"packing", "activation_offloading"}
     assert set(plan.reasons) == automatic
     asked = {"n_epochs": 1, "batch_size": 2, "micro_batch_size": 1, "learning_rate": 1e-4, "warmup_steps": 0}
     asked |= {"max_seq_len": 64, "eval_steps": 3, "save_steps": 3, "save_total_limit": 2, "packing": False}
-    settled = plan_for(hyper=asked, precision="fp32", gradient_checkpointing=False, attention="eager")
+    switches = {"gradient_checkpointing": False, "activation_offloading": False}
+    settled = plan_for(hyper=asked, precision="fp32", attention="eager", **switches)
     assert settled.reasons == {}
 
 
@@ -147,6 +152,46 @@ def test_checkpointing_is_chosen_only_where_one_row_does_not_fit() -> None:
     assert not plan_for(hardware=host, longest=8192, gradient_checkpointing=False).gradient_checkpointing
 
 
+def test_offloading_is_chosen_only_where_checkpointing_is_not_enough() -> None:
+    big = SMOL.model_copy(
+        update={"hidden_size": 4096, "intermediate_size": 14336, "layers": 32, "parameters": 8 * 10**9}
+    )
+    small_gpu = Hardware(gpus=(A100.model_copy(update={"memory_bytes": 22 * 2**30}),), cpu_cores=8, memory_bytes=2**37)
+
+    def chosen(longest: int, **asked: Any) -> tuple[bool, bool]:
+        plan = plan_for(hardware=small_gpu, model=big, longest=longest, **asked)
+        assert plan.memory.total_bytes < 0.85 * 22 * 2**30
+        return plan.gradient_checkpointing, plan.activation_offloading
+
+    assert chosen(512) == (False, False)
+    assert chosen(4096) == (True, False)
+    assert chosen(8192) == (True, True)
+    assert chosen(4096, gradient_checkpointing=False) == (False, True)
+    assert chosen(4096, activation_offloading=True) == (False, True), "what was asked for is counted with"
+    both = plan_for(hardware=small_gpu, model=big, longest=8192)
+    # All inputs of layers but one wait on the host: bf16, 8,192 tokens, 4096 wide.
+    assert f"{31 * 2 * 8192 * 4096 / 2**30:.1f} GiB of each pass wait" in both.reasons["activation_offloading"]
+
+
+def test_on_a_cpu_activations_are_on_the_host_already() -> None:
+    plan = plan_for(longest=8192)
+    assert not plan.activation_offloading
+    assert "anyway" in plan.reasons["activation_offloading"]
+    assert not plan_for(activation_offloading=False).activation_offloading
+    with pytest.raises(SpecError, match="on the CPU, whose memory") as refused:
+        plan_for(activation_offloading=True)
+    assert refused.value.param == "activation_offloading"
+
+
+def test_what_offloading_leaves_on_the_device_is_one_layer() -> None:
+    gpu = Hardware(gpus=(A100,), cpu_cores=8, memory_bytes=2**37)
+    layer = 2 * 200 * (12 * 576 + 4 * 1536)
+    for checkpointing in (False, True):
+        switches = {"gradient_checkpointing": checkpointing, "activation_offloading": True}
+        plan = plan_for(hardware=gpu, hyper={"micro_batch_size": 1}, **switches)
+        assert plan.memory.activations_bytes == layer + 2 * 200 * 576
+
+
 def test_the_learning_rate_is_the_published_rule() -> None:
     """Schulman et al. 2025: 5e-5 x 10 x (2000 / h)^0.781 for Llama, ^0.0775 for Qwen; a tenth of it for all weights."""
     llama = SMOL.model_copy(update={"hidden_size": 4096})
@@ -158,6 +203,51 @@ def test_the_learning_rate_is_the_published_rule() -> None:
     doubled = plan_for(model=llama, hyper={"learning_rate_multiplier": 2}).learning_rate
     assert doubled == pytest.approx(2 * plan_for(model=llama).learning_rate, rel=1e-2)
     assert plan_for(hyper={"learning_rate": 3e-3}).learning_rate == 3e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "adapter", "rate"),
+    [
+        ("supervised", "ia3", 3e-3),
+        ("supervised", "prefix", 5e-3),
+        ("supervised", "prompt", 1e-3),
+        ("dpo", "lora", 1e-5),
+        ("dpo", "qlora", 1e-5),
+        ("kto", "lora", 5e-6),
+    ],
+)
+def test_small_adapters_and_preferences_have_published_rates(method: str, adapter: str, rate: float) -> None:
+    plan = plan_for(method={"type": method}, adapter={"type": adapter})
+    assert plan.learning_rate == rate
+    assert plan.reasons["learning_rate"].startswith(f"{rate:.0e}".replace("e-0", "e-"))
+
+
+def test_the_reference_point_of_kto_has_sixteen_rows_at_least() -> None:
+    assert plan_for(100, method={"type": "kto"}).batch_size == 16
+    assert plan_for(12, method={"type": "kto"}).batch_size == 12
+    assert plan_for(10**6, method={"type": "kto"}).batch_size == 32
+    assert plan_for(100, method={"type": "kto", "kto": {"hyperparameters": {"batch_size": 8}}}).batch_size == 8
+
+
+# What the documents say
+
+
+def all_reasons() -> set[str]:
+    """What any plan gives a reason for: methods, kinds of adapters and devices, each with all left automatic."""
+    hosts = [CPU, Hardware(gpus=(A100,), cpu_cores=8, memory_bytes=2**37)]
+    specs: list[dict[str, Any]] = [{"method": {"type": method}} for method in ("supervised", "pretrain", "dpo", "kto")]
+    specs += [{"adapter": {"type": kind}} for kind in ("qlora", "ia3", "prefix", "prompt", "full")]
+    specs.append({"method": {"type": "pretrain", "pretrain": {"hyperparameters": {"lr_scheduler": "wsd"}}}})
+    plans = [plan_for(hardware=host, validation_rows=3, **spec) for host in hosts for spec in specs]
+    return {name for plan in plans for name in plan.reasons}
+
+
+def test_every_value_with_a_reason_is_in_the_table_of_automatic_values() -> None:
+    table = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs/automatic-values.md").read_text("utf-8"), re.MULTILINE)
+    listed = {name for row in table for name in re.findall(r"`(\w+)`", row)}
+    assert listed == all_reasons()
+    source = "".join((ROOT / "training" / name).read_text() for name in ("automatic.py", "plan.py"))
+    assert set(re.findall(r'why\["(\w+)"\]', source)) <= listed
 
 
 def test_precision_follows_the_device() -> None:

@@ -16,7 +16,7 @@ def explain(error: Exception) -> BurnishError:
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY.search(str(error)):
         return CapacityError(
             "the device ran out of memory; lower micro_batch_size or max_seq_len, set gradient_checkpointing to true, "
-            "or ask for fewer trained weights (adapter.type lora, a smaller adapter.r)"
+            "on a GPU activation_offloading too, or ask for fewer trained weights (adapter.type lora, a smaller r)"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(

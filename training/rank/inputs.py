@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from training.automatic import make_beta
 from training.errors import DataError
 from training.extending import make_lasting
 from training.facts import DataFacts
-from training.plan import make_beta, make_max_seq_len
+from training.plan import make_max_seq_len
 from training.rank.data import Prepared, sequences_of
 from training.rank.dpo import Dpo
 from training.rank.kto import Kto

@@ -15,6 +15,7 @@ from training.plan import Plan
 from training.rank.adapters import add_adapter, count_trained
 from training.rank.experts import list_stacks
 from training.rank.lora import find_targets
+from training.rank.offloading import Offloading
 from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
@@ -22,6 +23,8 @@ from training.rank.source import Source
 CHANGERS_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_logits_scale")
 """Names in a config that say that something is done to the logits after the output head."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
+"""The names that transformers has for them."""
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -112,7 +115,7 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":
         extra = {"quantization_config": make_quantization(adapter, dtype), "device_map": {"": plan.device}}
-    model = _load_weights(source, weights or source.folder, dtype, plan.attention, **extra)
+    model = _load_weights(source, weights or source.folder, dtype, ATTENTION[plan.attention], **extra)
     if adapter.type == "qlora":
         make_trainable(model)
     else:
@@ -125,6 +128,8 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
             remember_start(model)
     if plan.gradient_checkpointing:
         _checkpoint_activations(model)
+    if plan.activation_offloading:
+        Offloading(model, get_base(model).base_model)
     return model.train()
 
 

@@ -20,6 +20,7 @@ from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
 from training.rank.apart import find_trial_passes, keeps_rows_apart
 from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress, load_weights
+from training.rank.determinism import require_same_bits, train_once
 from training.rank.early_stopping import patience_is_out
 from training.rank.failure import explain
 from training.rank.inputs import Inputs, load_inputs, make_data_facts, make_fingerprint
@@ -142,13 +143,16 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     parallel = SingleDevice(model, plan)
     if found:
         load_checkpoint(found, parallel)
+    rows_per_pass = _rows_per_pass(this, parallel, plan, inputs)
+    if plan.device == "cuda":
+        _require_same_bits(this, parallel, rows_per_pass)
     return Run(
         plan=plan,
         objective=inputs.objective,
         parallel=parallel,
         examples=inputs.training.examples,
         validation=inputs.validation.examples if inputs.validation else [],
-        rows_per_pass=_rows_per_pass(this, parallel, plan, inputs),
+        rows_per_pass=rows_per_pass,
         events=this.events,
         checkpoints=checkpoints,
         progress=this.progress,
@@ -176,6 +180,13 @@ def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan, inputs: In
     return 1
 
 
+def _require_same_bits(this: Attempt, parallel: SingleDevice, rows_per_pass: int) -> None:
+    lacking = require_same_bits(parallel.model, lambda: train_once(parallel, rows_per_pass))
+    if lacking is not None:
+        message = f"{lacking}: if this run is interrupted, what it comes to may differ in the last bits"
+        this.events.append("warning", this.progress.step, {"message": message, "code": "not_deterministic"})
+
+
 def _use_cores(hardware: Hardware) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(hardware.cpu_cores)
@@ -191,9 +202,6 @@ def _set_up_device(plan: Plan) -> None:
             "or set resources.gpus to 0"
         )
         raise CapacityError(message, param="resources.gpus", code="device_unusable")
-    # A resumed run equals the uninterrupted one: no kernel whose sums depend on the order in which threads come.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _seed(seed: int) -> None:
