@@ -13,6 +13,7 @@ from training.errors import ModelError, SpecError
 from training.facts import ModelFacts
 from training.plan import Plan
 from training.rank.adapters import add_adapter, count_trained
+from training.rank.matmuls import count_matmuls
 from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
@@ -73,6 +74,7 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         trained_parameters=count_trained(model, adapter),
         quantised_parameters=count_quantised(model) if adapter.type == "qlora" else 0,
         context_tokens=context_tokens(config),
+        matmuls=count_matmuls(model, adapter, forward_names(type(model))),
     )
 
 
