@@ -66,6 +66,8 @@ def describe(status: str, steps_total: int | None, columns: dict[str, list[Any]]
     parts.append("loss is not finite" if loss is None else f"loss {loss:.3f}")
     if status == "running":
         parts.append(f"{columns['tokens_per_s'][-1]:.0f} tokens/s")
+        if (utilisation := columns.get("mfu", [None])[-1]) is not None:
+            parts.append(f"mfu {utilisation:.0%}")
         if steps_total:
             recent = columns["step_s"][-10:]
             left_s = sum(recent) / len(recent) * (steps_total - step)

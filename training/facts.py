@@ -7,6 +7,35 @@ class Fact(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
+class Matmuls(Fact):
+    """The weights that a token is multiplied by on its way through the model, which is what FLOPs are counted from.
+
+    Embeddings are looked up and do not count; of experts (MoE) those count that a token goes through.
+    """
+
+    body: int = 0
+    "Of all layers but the output head."
+    head: int = 0
+    head_everywhere: bool = False
+    "Whether the model computes logits for all places, as one does that cannot be told which are wanted."
+    attention: int = 0
+    "Heads x head size, summed over the layers with attention."
+    adapter: int = 0
+    "Of the low-rank matrices."
+    adapter_norms: int = 0
+    "Of DoRA: the products that the lengths of its weights take, once a pass and not once a token."
+    adapter_sums: int = 0
+    "Of experts in stacks: the adapter's matrices multiplied, once a pass, since peft adds them to the weights first."
+    trained_body: int = 0
+    "Of the body those that have a gradient of their own."
+    trained_head: int = 0
+    untouched: int = 0
+    "Of body and adapter those that stand before everything trained: their inputs have no gradient."
+    untouched_attention: int = 0
+    not_again: int = 0
+    "Of body and adapter those whose result no gradient needs: checkpointing does not compute them again."
+
+
 class ModelFacts(Fact):
     """What the plan has to know of the base model; `*_parameters` are counts."""
 
@@ -27,6 +56,7 @@ class ModelFacts(Fact):
     "Whether transformers has PyTorch's fused attention for this family."
     stacked_parameters: int = 0
     "Of the frozen ones, experts in stacks that have adapters: peft computes their sum with the adapter in each pass."
+    matmuls: Matmuls = Matmuls()
 
 
 class Counts(Fact):
@@ -55,3 +85,11 @@ class DataFacts(Fact):
     tokens: int
     trained_tokens: int
     validation_rows: int = 0
+    sequences: int = 0
+    "What goes through the model by itself where a pass takes one: rows, sides of pairs, or packs."
+    used_tokens: int = 0
+    "Up to the last trained token of each row: what follows it is never computed."
+    squared_tokens: int = 0
+    "The sum of the squares of the used tokens of each sequence."
+    squared_row_tokens: int = 0
+    "The same of each row."

@@ -13,6 +13,7 @@ from typing import Any
 from training.errors import SpecError
 from training.events import Event, read_events
 from training.extending import require_same_run
+from training.flops import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
 from training.spec import JobSpec, load_spec, parse_spec
 
@@ -137,12 +138,15 @@ def make_line(event: Event, steps: int) -> str | None:
             return f"starting on the {data['device']}"
         case "plan":
             trained, rows = data["trained_parameters"], data["counts"]["trained_rows"]
-            return f"plan: {steps} steps of {data['batch_size']} rows ({rows} rows), {trained:,} trained parameters"
+            return (
+                f"plan: {steps} steps of {data['batch_size']} rows ({rows} rows), {trained:,} trained parameters, "
+                f"about {data['compute']['flops']:.1e} FLOPs"
+            )
         case "metrics":
             return (
                 f"step {event.step}/{steps}  epoch {data['epoch']:.2f}  loss {_show(data['train_loss'])}"
                 f"  lr {data['learning_rate']:.2e}  grad norm {_show(data['grad_norm'])}"
-                f"  {data['tokens_per_s']:.0f} tokens/s"
+                f"  {data['tokens_per_s']:.0f} tokens/s{_show_mfu(data.get('mfu'))}"
             )
         case "evaluated":
             return f"step {event.step}/{steps}  validation loss {_show(data['eval_loss'])}"
@@ -153,7 +157,11 @@ def make_line(event: Event, steps: int) -> str | None:
         case "checkpoint":
             return f"saved {data['path']}"
         case "finished":
-            return f"finished after {data['seconds']:.0f} s of training: loss {_show(data['train_loss'])}"
+            return (
+                f"finished after {data['seconds']:.0f} s of training: loss {_show(data['train_loss'])}"
+                f"  {data['flops']:.1e} FLOPs{_show_mfu(data['mfu'])}  {data['tokens_per_parameter']:.2g} tokens a "
+                f"parameter (from scratch {COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER:.0f} would be compute-optimal)"
+            )
         case "stopped":
             return f"stopped at step {event.step}: {data['reason']}; the same command goes on from there"
     return None
@@ -211,3 +219,7 @@ def _read_own_spec(run_dir: RunDir) -> JobSpec:
 
 def _show(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
+
+
+def _show_mfu(value: float | None) -> str:
+    return "" if value is None else f"  mfu {value:.0%}"

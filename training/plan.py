@@ -17,8 +17,10 @@ from training.automatic import (
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
+from training.flops import Compute, forecast_compute
 from training.hardware import CPU_FORMATS, Format, Hardware
 from training.memory import Memory, forecast_memory
+from training.peaks import find_peak
 from training.spec import (
     Attention,
     EarlyStopping,
@@ -77,6 +79,7 @@ class Plan(Fact):
     quantised_parameters: int = 0
     lora_plus_ratio: float = 1.0
     memory: Memory
+    compute: Compute = Compute()
     counts: Counts
     reasons: dict[str, str]
     method: Literal["supervised", "dpo", "kto", "pretrain"] = "supervised"
@@ -102,6 +105,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     batch = make_batch_size(spec, data.examples, why)
     micro, checkpointing, offloading = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
     epochs, steps, steps_per_epoch = make_length(asked, data, batch, why)
+    attention = _attention(spec, hardware, device, precision, model, why)
     return Plan(
         device=device,
         ranks=1,
@@ -131,12 +135,22 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         precision=precision,
         gradient_checkpointing=checkpointing,
         activation_offloading=offloading,
-        attention=_attention(spec, hardware, device, precision, model, why),
+        attention=attention,
         parameters=model.parameters,
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
         lora_plus_ratio=spec.adapter.lora_plus_ratio,
         memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading),
+        compute=forecast_compute(
+            spec,
+            model,
+            data,
+            epochs=steps / steps_per_epoch,
+            micro_batch_size=micro,
+            attention=attention,
+            checkpointing=checkpointing,
+            peak_flops_per_s=find_peak(hardware.gpus[0], precision) if device == "cuda" else None,
+        ),
         counts=data.counts,
         reasons=why,
         method=spec.method.type,

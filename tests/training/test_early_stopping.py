@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import StopAtCheck, curve_of, events_of, last_event, make_job, read_json, same_weights, train_here
+from tiny_runs import (
+    StopAtCheck,
+    curve_of,
+    events_of,
+    last_event,
+    make_job,
+    read_json,
+    same_weights,
+    train_here,
+    without_times,
+)
 
 from tests.tiny import make_plan, make_rows, write_rows
 from training.errors import SpecError
@@ -72,7 +82,7 @@ def test_an_interrupted_run_stops_early_at_the_same_step_with_the_same_bits(tmp_
             attempt += 1
         assert attempt > 1
         assert curve_of(path) == curve_of(whole)
-        assert {**last_event(path).data, "seconds": 0} == {**last_event(whole).data, "seconds": 0}
+        assert without_times(last_event(path).data) == without_times(last_event(whole).data)
         assert same_weights(path / "adapter", whole / "adapter")
 
 

@@ -14,7 +14,7 @@ from training.rank.run import run
 from training.rank.stop import Stop
 from training.rundir import RunDir, write_json
 
-TIMES = {"tokens_per_s", "step_s", "peak_memory_bytes"}
+TIMES = {"tokens_per_s", "step_s", "peak_memory_bytes", "mfu", "seconds"}
 """What differs from one run to the next though they are equal."""
 
 
@@ -82,12 +82,20 @@ def last_event(path: Path) -> Event:
     return events_of(path)[-1]
 
 
-def curve_of(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
-    """What was measured at each step, without times; of a step that was done twice the later attempt counts."""
+def curve_of(path: Path, *, with_flops: bool = True) -> dict[tuple[int, str], dict[str, Any]]:
+    """What was measured at each step, without times; of a step that was done twice the later attempt counts. FLOPs
+    differ where the same result is computed in another way."""
+    left_out = set() if with_flops else {"flops"}
     return {
-        (event.step, event.type): {name: value for name, value in event.data.items() if name not in TIMES}
+        (event.step, event.type): {
+            name: value for name, value in without_times(event.data).items() if name not in left_out
+        }
         for event in events_of(path, "metrics", "evaluated")
     }
+
+
+def without_times(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if name not in TIMES}
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

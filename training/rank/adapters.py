@@ -29,7 +29,7 @@ def count_trained(model: nn.Module, adapter: Adapter) -> int:
             return sum(weight.numel() for weight in model.parameters())
         case "ia3":
             linear = list_linear(model)
-            layers = _ia3_layers(model, adapter)
+            layers = ia3_layers(model, adapter)
             return sum(width_of(linear[name])[0 if inner else 1] for name, inner in layers.items())
         case "prompt":
             return adapter.num_virtual_tokens * model.get_input_embeddings().weight.shape[1]
@@ -73,7 +73,7 @@ def _make_config(model: nn.Module, adapter: Adapter) -> Any:
         return PromptTuningConfig(
             task_type="CAUSAL_LM", num_virtual_tokens=adapter.num_virtual_tokens, prompt_tuning_init="SAMPLE_VOCAB"
         )
-    layers = _ia3_layers(model, adapter)
+    layers = ia3_layers(model, adapter)
     return IA3Config(
         task_type="CAUSAL_LM",
         target_modules=sorted(layers),
@@ -82,7 +82,7 @@ def _make_config(model: nn.Module, adapter: Adapter) -> Any:
     )
 
 
-def _ia3_layers(model: nn.Module, adapter: Adapter) -> dict[str, bool]:
+def ia3_layers(model: nn.Module, adapter: Adapter) -> dict[str, bool]:
     """The adapted layers; whether each takes the inside of the feed-forward part, which is scaled before it."""
     linear = list_linear(model)
     if "target_modules" in adapter.model_fields_set:

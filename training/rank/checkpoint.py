@@ -28,6 +28,12 @@ class Progress:
     num_tokens: int = 0
     num_trained_tokens: int = 0
     seconds: float = 0.0
+    steps_s: float = 0.0
+    "Of the seconds those in optimizer steps."
+    flops: float = 0.0
+    "Computed in training: forward passes, gradients, what was computed twice; not evaluations."
+    peak_s: float = 0.0
+    "How long the model's own operations would have taken at the device's peak; MFU is this over `steps_s`."
     train_loss: float | None = None
     eval_loss: float | None = None
     evaluated_step: int = 0
@@ -45,6 +51,15 @@ class Progress:
     "Halved each time that the run goes back."
     rolled_back_steps: list[int] = field(default_factory=list)
     "The steps that made it go back."
+
+    @property
+    def spent(self) -> tuple[float, float, float, float]:
+        """What going back does not give back: seconds and operations."""
+        return self.seconds, self.steps_s, self.flops, self.peak_s
+
+    @spent.setter
+    def spent(self, value: tuple[float, float, float, float]) -> None:
+        self.seconds, self.steps_s, self.flops, self.peak_s = value
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ class _Losses(torch.autograd.Function):
         for some, wanted in _cut(hidden, targets, head):
             with torch.enable_grad():
                 part = some.detach().requires_grad_()
-                logits = head(part)
+                # Through a view: tools that hook into modules, as PyTorch's FLOP counter does, refuse a leaf here.
+                logits = head(part.view_as(part))
             of_tokens, of_right, of_logits = _measure(logits.detach(), wanted)
             losses.append(of_tokens)
             right += of_right

@@ -21,6 +21,7 @@ from training.rank.packing import Pack, pack
 from training.rank.source import Source, find_source
 from training.rank.start import Start, find_start
 from training.rank.supervised import Pretrain, Supervised
+from training.rank.workload import used_tokens
 from training.rundir import file_sha256
 from training.spec import (
     JobSpec,
@@ -80,6 +81,7 @@ def make_data_facts(inputs: Inputs) -> DataFacts:
     # What is packed is one sequence; the sides of a pair are two.
     packed = [example.sequences for example in examples if isinstance(example, Pack)]
     sequences = packed or [(row,) for row in rows]
+    used = [used_tokens(row) for row in rows]
     return DataFacts(
         counts=inputs.training.counts,
         examples=len(examples),
@@ -88,6 +90,10 @@ def make_data_facts(inputs: Inputs) -> DataFacts:
         tokens=count_tokens(rows),
         trained_tokens=count_trained(rows),
         validation_rows=len(inputs.validation.examples) if inputs.validation else 0,
+        sequences=len(sequences),
+        used_tokens=sum(used),
+        squared_tokens=sum(sum(map(used_tokens, sequence)) ** 2 for sequence in sequences),
+        squared_row_tokens=sum(length**2 for length in used),
     )
 
 

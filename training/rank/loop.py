@@ -10,6 +10,7 @@ from torch import Tensor
 
 from training.errors import TrainingError
 from training.events import EventLog
+from training.flops import Work
 from training.plan import Plan
 from training.rank.checkpoint import Checkpoints, Progress, go_back
 from training.rank.data import Trained, sequences_of
@@ -31,6 +32,7 @@ from training.rank.stability import (
     note_step,
 )
 from training.rank.stop import Stop
+from training.rank.workload import Workload
 from training.rundir import checkpoint_name, verify
 
 
@@ -44,6 +46,7 @@ class Run:
     examples: Sequence[Trained]
     validation: Sequence[Trained]
     rows_per_pass: int
+    workload: Workload
     events: EventLog
     checkpoints: Checkpoints
     progress: Progress
@@ -78,8 +81,10 @@ def take_step(run: Run) -> bool:
     rows = [run.examples[row] for row in make_window(len(run.examples), run.plan.batch_size, run.plan.seed, step)]
     sequences = sequences_of(rows)
     tokens, trained_tokens = count_tokens(sequences), count_trained(sequences)
+    work = run.workload.of_window(rows, run.rows_per_pass)
     while (measured := measure(run, rows)) is not None and overflowed(run, measured.train_loss, measured.grad_norm):
         random.restore()
+        run.progress.flops += work.done
     if measured is None:
         run.parallel.drop_gradients()
         random.restore()
@@ -95,7 +100,8 @@ def take_step(run: Run) -> bool:
         run.parallel.drop_gradients()
     step_s = time.perf_counter() - begun
     advance(run.progress, tokens, trained_tokens if changes_weights else 0, step_s)
-    report_step(run, measured, learning_rate, tokens, step_s, scale)
+    utilisation = note_work(run, work, step_s)
+    report_step(run, measured, learning_rate, tokens, step_s, scale, utilisation)
     if trouble is not None:
         respond(run, trouble)
     return True
@@ -174,7 +180,7 @@ def respond(run: Run, trouble: Trouble) -> None:
 
 def roll_back(run: Run, trouble: Trouble) -> tuple[int, float]:
     """Go on from the newest checkpoint with half the rate; its step, and the factor of the rate from now on."""
-    steps, factor, seconds = run.progress.rolled_back_steps, run.progress.rate_factor, run.progress.seconds
+    steps, factor, spent = run.progress.rolled_back_steps, run.progress.rate_factor, run.progress.spent
     checkpoint = find_way_back(run)
     if checkpoint is None or len(steps) >= MAX_ROLLBACKS:
         raise trouble.as_error(
@@ -184,7 +190,7 @@ def roll_back(run: Run, trouble: Trouble) -> tuple[int, float]:
     # Not written into the checkpoint: a run that is interrupted now meets the same trouble and comes to the same.
     run.progress.rolled_back_steps = [*steps, trouble.step]
     run.progress.rate_factor = factor / 2
-    run.progress.seconds = seconds
+    run.progress.spent = spent
     return run.progress.step, run.progress.rate_factor
 
 
@@ -202,8 +208,26 @@ def advance(progress: Progress, tokens: int, trained_tokens: int, step_s: float)
     progress.seconds += step_s
 
 
+def note_work(run: Run, work: Work, step_s: float) -> float | None:
+    """Model FLOPs utilisation of the step: the share of the device's peak that went into operations that the model
+    asks for (PaLM, Chowdhery et al. 2022, appendix B); None where the peak is not known."""
+    progress, peak = run.progress, run.plan.compute.peak_flops_per_s
+    progress.flops += work.done
+    progress.steps_s += step_s
+    if peak is None:
+        return None
+    progress.peak_s += work.needed / peak
+    return work.needed / peak / step_s
+
+
 def report_step(
-    run: Run, measured: Measured, learning_rate: float, tokens: int, step_s: float, loss_scale: float | None
+    run: Run,
+    measured: Measured,
+    learning_rate: float,
+    tokens: int,
+    step_s: float,
+    loss_scale: float | None,
+    utilisation: float | None,
 ) -> None:
     progress = run.progress
     data = {
@@ -215,8 +239,11 @@ def report_step(
         "epoch": epochs_done(len(run.examples), run.plan.batch_size, progress.step),
         "tokens_per_s": tokens / step_s,
         "step_s": step_s,
+        "flops": progress.flops,
         "peak_memory_bytes": run.parallel.peak_memory_bytes(),
     }
+    if utilisation is not None:
+        data["mfu"] = utilisation
     if loss_scale is not None:
         data["loss_scale"] = loss_scale
     run.events.append("metrics", progress.step, data)

@@ -15,6 +15,7 @@ from training.plan import Plan
 from training.rank.adapters import add_adapter, count_trained
 from training.rank.experts import list_stacks
 from training.rank.lora import find_targets
+from training.rank.matmuls import count_matmuls
 from training.rank.offloading import Offloading
 from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
@@ -81,6 +82,7 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         attention_heads=text.num_attention_heads,
         has_fused_attention=model._supports_sdpa,
         stacked_parameters=_count_stacked(model, adapter),
+        matmuls=count_matmuls(model, adapter, forward_names(type(model))),
     )
 
 

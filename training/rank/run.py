@@ -16,6 +16,7 @@ import torch
 from training.errors import CapacityError, SpecError
 from training.events import EventLog
 from training.extending import require_target
+from training.flops import tokens_per_parameter
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
 from training.rank.apart import find_trial_passes, keeps_rows_apart
@@ -23,14 +24,17 @@ from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, loa
 from training.rank.determinism import require_same_bits, train_once
 from training.rank.early_stopping import patience_is_out
 from training.rank.failure import explain
+from training.rank.head import find_head
 from training.rank.inputs import Inputs, load_inputs, make_data_facts, make_fingerprint
 from training.rank.lock import lock
 from training.rank.loop import Run, train
-from training.rank.model import base_dtype, build_model, cast_weights, make_facts
+from training.rank.model import DTYPES, base_dtype, build_model, cast_weights, get_base, make_facts
 from training.rank.parallel import SingleDevice
+from training.rank.peak import measure_peak
 from training.rank.start import load_start
 from training.rank.stop import Stop
 from training.rank.weights import save_weights, weights_name
+from training.rank.workload import Workload
 from training.rundir import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -90,7 +94,11 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
     start = {"pid": os.getpid(), "device": device, "resumed_from": resumed_from}
     this.events.append("started", resumed_from or 0, start)
     inputs = load_inputs(spec, base_name=base_name, weights=not plan_only)
-    plan = make_plan(spec, hardware, make_facts(inputs.source, inputs.config, spec.adapter), make_data_facts(inputs))
+    model = make_facts(inputs.source, inputs.config, spec.adapter)
+    plan = make_plan(spec, hardware, model, make_data_facts(inputs))
+    if plan.device == "cpu" and not plan_only:
+        peak = {"peak_flops_per_s": measure_peak(DTYPES[plan.precision])}
+        plan = plan.model_copy(update={"compute": plan.compute.model_copy(update=peak)})
     write_json(this.run_dir.plan, plan.as_json())
     this.events.append("plan", resumed_from or 0, plan.as_json())
     if found is None:
@@ -98,14 +106,14 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
         _warn_of_balance(this.events, inputs)
     if plan_only:
         return EXIT_FINISHED
-    parts = _build(this, inputs, plan, found)
+    parts = _build(this, inputs, plan, Workload(model.matmuls, plan, spec.adapter), found)
     if not train(parts):
         this.events.append("stopped", this.progress.step, {"reason": this.stop.reason})
         return EXIT_STOPPED
     if patience_is_out(this.progress, plan):
         this.events.append("early_stopped", this.progress.step, _tell_early_stop(this.progress))
     _save_result(this, inputs, parts)
-    this.events.append("finished", this.progress.step, _summary(this.progress))
+    this.events.append("finished", this.progress.step, _summary(this.progress, plan))
     return EXIT_FINISHED
 
 
@@ -118,7 +126,7 @@ def _find_checkpoint(this: Attempt) -> Path | None:
     return found
 
 
-def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run:
+def _build(this: Attempt, inputs: Inputs, plan: Plan, workload: Workload, found: Path | None) -> Run:
     """The model on its device and all around it, as at the start or as the checkpoint left it."""
     checkpoints = Checkpoints(
         this.run_dir,
@@ -143,6 +151,8 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     parallel = SingleDevice(model, plan)
     if found:
         load_checkpoint(found, parallel)
+    with parallel.compute():
+        find_head(get_base(model))  # tries the model once, which is not to count with the first step
     rows_per_pass = _rows_per_pass(this, parallel, plan, inputs)
     if plan.device == "cuda":
         _require_same_bits(this, parallel, rows_per_pass)
@@ -153,6 +163,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
         examples=inputs.training.examples,
         validation=inputs.validation.examples if inputs.validation else [],
         rows_per_pass=rows_per_pass,
+        workload=workload,
         events=this.events,
         checkpoints=checkpoints,
         progress=this.progress,
@@ -265,10 +276,16 @@ def _save_result(this: Attempt, inputs: Inputs, parts: Run) -> None:
     )
 
 
-def _summary(progress: Progress) -> dict[str, float | None]:
+def _summary(progress: Progress, plan: Plan) -> dict[str, float | None]:
+    """`mfu` is null where no step had a peak to be measured against."""
     return {
         "steps": progress.step,
+        "tokens": progress.num_tokens,
         "trained_tokens": progress.num_trained_tokens,
+        "tokens_per_parameter": tokens_per_parameter(progress.num_tokens, plan.parameters),
+        "tokens_per_s": progress.num_tokens / progress.steps_s if progress.steps_s else None,
+        "flops": progress.flops,
+        "mfu": progress.peak_s / progress.steps_s if progress.peak_s else None,
         "train_loss": progress.train_loss,
         "eval_loss": progress.eval_loss,
         "best_step": progress.best_step,
