@@ -169,8 +169,8 @@ def test_fused_attention_leaves_out_what_is_masked_where_one_row_has_a_pass() ->
 
 
 def test_smollm2_takes_two_four_and_six_times_its_weights(tmp_path: Path) -> None:
-    """Every place labelled; dense attention takes 69,120 FLOPs a token and place. Nothing trained but what stands
-    beside the weights: 4N."""
+    """Every place labelled; dense attention takes 69,120 FLOPs a token and place. Where no weight of the base is
+    trained, 4N."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(

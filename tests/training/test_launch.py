@@ -69,6 +69,8 @@ def test_a_step_is_one_short_line() -> None:
     data = {"epoch": 0.5, "train_loss": 1.23456, "learning_rate": 2e-4, "grad_norm": 0.7, "tokens_per_s": 99.6}
     line = make_line(Event(1, 0.0, 1, "metrics", 5, data), 20)
     assert line == "step 5/20  epoch 0.50  loss 1.2346  lr 2.00e-04  grad norm 0.7000  100 tokens/s"
+    used = make_line(Event(1, 0.0, 1, "metrics", 5, {**data, "mfu": 0.412}), 20)
+    assert used == f"{line}  mfu 41%"
     assert "loss not finite" in str(make_line(Event(1, 0.0, 1, "metrics", 5, {**data, "train_loss": None}), 20))
 
 
