@@ -37,7 +37,8 @@ def forecast_memory(
     et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
     backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
     gated MLP) numbers; with checkpointing one input a layer and one whole layer. The head runs on labelled positions
-    only: logits, their logarithms and their gradient, in fp32. One quantised layer at a time is unpacked.
+    only: logits, their logarithms and their gradient, in fp32. One quantised layer at a time is unpacked. An adapter
+    that a preference method compares with is kept in fp32 beside the trained one.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
@@ -48,8 +49,11 @@ def forecast_memory(
     kept = layer_bytes + model.layers * width * tokens * model.hidden_size
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
     quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
+    adapters = 2 if spec.has_reference and spec.resume_from is not None else 1
     return Memory(
-        weights_bytes=(frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4,
+        weights_bytes=(frozen - model.quantised_parameters) * width
+        + quantised_bytes
+        + model.trained_parameters * 4 * adapters,
         gradients_bytes=model.trained_parameters * 4,
         optimizer_bytes=_optimizer_bytes(spec, model),
         activations_bytes=(kept if gradient_checkpointing else model.layers * layer_bytes) + unpacked_bytes,

@@ -27,6 +27,7 @@ from training.rank.loop import Run, train
 from training.rank.loss import keeps_rows_apart
 from training.rank.model import base_dtype, build_model, cast_weights, make_facts
 from training.rank.parallel import SingleDevice
+from training.rank.reference import add_reference
 from training.rank.start import load_start
 from training.rank.stop import Stop
 from training.rank.weights import save_weights, weights_name
@@ -138,6 +139,8 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, found: Path | None) -> Run
     model = build_model(inputs.source, plan, adapter, weights)
     if inputs.start and not found:
         load_start(inputs.start, model, inputs.source)
+    if inputs.start and inputs.spec.has_reference:
+        add_reference(model, inputs.start.folder)
     parallel = SingleDevice(model, plan)
     if found:
         load_checkpoint(found, parallel)
