@@ -1,4 +1,4 @@
-"""A whole run against a training loop in plain PyTorch: padded batches, hand-shifted labels, torch's own AdamW, and rates
+"""A whole run against a training loop in plain PyTorch: padded batches, hand-shifted labels, torch's own AdamW, rates
 written down as formulas. Whatever the cuts, both see the same losses, norms, rates and weights."""
 
 import math
@@ -98,7 +98,14 @@ def test_a_run_is_what_a_plain_loop_computes(micro: int, length: dict[str, Any],
 @pytest.mark.parametrize("micro", [1, 3, 4])
 def test_the_first_gradient_is_that_of_the_whole_batch(micro: int, tmp_path: Path) -> None:
     """To 1e-6: after one step from nothing, Adam's first moment is a tenth of the gradient."""
-    hyper = {**HYPER, "max_grad_norm": 0, "max_steps": 1, "n_epochs": "auto", "batch_size": 12, "micro_batch_size": micro}
+    hyper = {
+        **HYPER,
+        "max_grad_norm": 0,
+        "max_steps": 1,
+        "n_epochs": "auto",
+        "batch_size": 12,
+        "micro_batch_size": micro,
+    }
     body = make_job(tmp_path, rows=12, hyper=hyper, adapter={"type": "full"})
     assert train_here(tmp_path / "run", body) == EXIT_FINISHED
     file, tokenizer = tmp_path / "rows.jsonl", AutoTokenizer.from_pretrained(tmp_path / "base")

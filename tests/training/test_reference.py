@@ -1,4 +1,4 @@
-"""Preferences after supervised training: both compare with the adapter that the job starts with, which stays as it was."""
+"""Preferences after supervised training: compared with the adapter that the job starts with, which stays as it was."""
 
 import copy
 import math
