@@ -13,8 +13,6 @@ from training.adapter import Adapter
 from training.spec import JobSpec
 
 PARAM = "resume_from"
-SHAPE = ("type", "r", "alpha", "target_modules")
-"""Fields of an adapter that have to be as they were: its weights fit no other."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,12 @@ def check_start(session: Session, project_id: str, spec: JobSpec) -> None:
         message = f"{PARAM}: {spec.resume_from} was trained on {start.job.model}, not on {spec.model}"
         raise _wrong(f"{message}; name {start.job.model} as the model", code="start_does_not_fit")
     made = Adapter.model_validate(start.job.spec.get("adapter", {}))
-    if field := made.find_unstartable():
-        message = f"{PARAM}: {spec.resume_from} was made with adapter.{field} {made.model_dump(mode='json')[field]}"
+    if made.init == "pissa":
+        message = f"{PARAM}: {spec.resume_from} was made with adapter.init pissa"
         raise _wrong(f"{message}, which is not offered to start from yet", code="start_does_not_fit")
-    for name in SHAPE:
-        was, asked = (part.model_dump(mode="json")[name] for part in (made, spec.adapter))
-        if was != asked:
+    asks = spec.adapter.shape
+    for name, was in made.shape.items():
+        if was != (asked := asks[name]):
             message = f"{PARAM}: {spec.resume_from} was made with adapter.{name} {was}, this job asks for {asked}"
             raise _wrong(f"{message}; set adapter.{name} to {was}", code="start_does_not_fit")
 

@@ -1,5 +1,6 @@
 """What the documents say is so: settings are listed, links lead somewhere."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -26,3 +27,16 @@ def test_every_file_that_a_document_names_in_code_marks_is_there() -> None:
     for document in DOCUMENTS:
         for name in ours.findall(document.read_text("utf-8")):
             assert (ROOT / name).exists(), f"{document.name}: {name}"
+
+
+def test_every_fault_of_trainers_has_a_test_that_is_there() -> None:
+    rows = re.findall(r"^\|(.*)\|$", (ROOT / "docs/training-faults.md").read_text("utf-8"), re.M)
+    faults = [[cell.strip() for cell in row.split("|")] for row in rows if not row.startswith(("---", " fault "))]
+    assert len(faults) > 35
+    for fault, _, right, tests in faults:
+        assert fault and right
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests)
+        assert named or tests.startswith("not offered"), fault
+        for file, name in named:
+            tree = ast.parse((ROOT / "tests/training" / file).read_text("utf-8"))
+            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"

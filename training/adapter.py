@@ -1,7 +1,7 @@
 """What of a model is trained: the `adapter` of a job."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, PlainValidator, model_validator
 
@@ -102,18 +102,22 @@ class Adapter(Part):
     def is_low_rank(self) -> bool:
         return self.type in ("lora", "qlora")
 
-    def find_unstartable(self) -> str | None:
-        """The first field that keeps a job from starting with the weights of another; None where it may."""
-        if self.type not in ("lora", "full"):
-            return "type"
-        plain = Adapter()
-        names = ("modules_to_save", "use_rslora", "use_dora", "init")
-        return next((name for name in names if getattr(self, name) != getattr(plain, name)), None)
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The fields that two adapters have to share for the weights of one to fit the other, as JSON. A low-rank one
+        fits a quantised base as well as a plain one."""
+        fields = self.model_dump(mode="json", include=set(_SHAPE))
+        return {name: "lora" if fields[name] == "qlora" else fields[name] for name in _SHAPE}
 
     @property
     def virtual_tokens(self) -> int:
         return self.num_virtual_tokens if self.type in ("prefix", "prompt") else 0
 
+
+_SHAPE = (
+    *("type", "r", "alpha", "target_modules", "num_virtual_tokens"),
+    *("modules_to_save", "use_rslora", "use_dora"),
+)
 
 _ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("r", "alpha", "dropout", "modules_to_save"), ("lora", "qlora")),

@@ -44,7 +44,8 @@ def forecast_memory(
     computed. Rows that share a pass are kept apart by a mask, of which each layer keeps a copy in the compute type;
     flash attention needs none. Eager attention keeps of each head the scores, their softmax in fp32 and that in the
     compute type, over all tokens of the pass. One quantised layer at a time is unpacked. Of adapted experts in stacks
-    the sum of weight and adapter is kept, and a layer's gradient.
+    the sum of weight and adapter is kept, and a layer's gradient. An adapter that a preference method compares with is
+    kept in fp32 beside the trained one.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
@@ -66,8 +67,11 @@ def forecast_memory(
         kept += layer_bytes
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
     quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
+    adapters = 2 if spec.has_reference and spec.resume_from is not None else 1
     return Memory(
-        weights_bytes=(frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4,
+        weights_bytes=(frozen - model.quantised_parameters) * width
+        + quantised_bytes
+        + model.trained_parameters * 4 * adapters,
         gradients_bytes=model.trained_parameters * 4,
         optimizer_bytes=_optimizer_bytes(spec, model),
         activations_bytes=kept + mask_numbers + stacked_bytes + unpacked_bytes,

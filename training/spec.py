@@ -121,7 +121,7 @@ class SupervisedHyperparameters(NextTokenHyperparameters):
 
 class PreferenceHyperparameters(Hyperparameters):
     beta: Annotated[float | Auto, real(0, 2, above=True, auto=True)] = "auto"
-    "How strongly the model is held to the base model; auto is 0.1."
+    "How strongly the model is held to the base model, or to what it starts from; auto is 0.1."
 
 
 class KtoHyperparameters(PreferenceHyperparameters):
@@ -190,7 +190,8 @@ class Method(Part):
 
 
 def _require_base_behind(method: str, adapter: Adapter) -> None:
-    """The reference of a preference method is the base model: what is left when the adapter is switched off."""
+    """The reference of a preference method is the base model, or what the job starts from: the same weights with the
+    adapter switched off, or with another one."""
     if adapter.type == "full":
         why = f"{method} compares with the base model, which a full fine-tuning changes"
         raise at("adapter.type", f'{why}; use an adapter, such as type "lora", which can be switched off')
@@ -198,15 +199,6 @@ def _require_base_behind(method: str, adapter: Adapter) -> None:
         raise at("adapter.type", f'{method} is offered with "lora" and "qlora"')
     if adapter.init == "pissa":
         raise at("adapter.init", f"{method} compares with the base model, which PiSSA takes apart; leave it out")
-
-
-def _require_startable(spec: "JobSpec") -> None:
-    if spec.method.type in ("dpo", "kto"):
-        why = f"{spec.method.type} compares with the base model, not with what it starts from"
-        raise at("resume_from", f"not offered yet with {spec.method.type}: {why}; leave it out")
-    if field := spec.adapter.find_unstartable():
-        value = spec.adapter.model_dump(mode="json")[field]
-        raise at("resume_from", f"not offered yet with adapter.{field} {value}; leave it out")
 
 
 class JobSpec(Part):
@@ -217,7 +209,7 @@ class JobSpec(Part):
     training_file: Annotated[str, Field(min_length=1, max_length=4096)]
     validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     resume_from: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    "A checkpoint or the result of an earlier job, whose weights this one starts with."
+    "A checkpoint or the result of an earlier job, whose weights this one starts with; dpo and kto compare with them."
     suffix: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     seed: Annotated[int | None, whole(0, MAX_SEED)] = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
@@ -243,10 +235,11 @@ class JobSpec(Part):
         place = f"method.{self.method.type}.hyperparameters"
         if self.hyperparameters is not None and (self.method.hyperparameters or self.method.type != "supervised"):
             raise at("hyperparameters", f"give them in one place: {place}")
-        if self.method.type in ("dpo", "kto"):
+        if self.has_reference:
             _require_base_behind(self.method.type, self.adapter)
-        if self.resume_from is not None:
-            _require_startable(self)
+        if self.resume_from is not None and self.adapter.init == "pissa":
+            why = "PiSSA begins with the principal part of the base's weights, not with those of an earlier job"
+            raise at("adapter.init", f"{why}; leave it out, or resume_from")
         if self.suffix is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", self.suffix):
             raise at("suffix", "letters, digits, dots, hyphens and underscores only: it becomes part of a model name")
         if self.hyper.early_stopping is not None and self.validation_file is None:
@@ -264,6 +257,11 @@ class JobSpec(Part):
     @property
     def hyperparameters_path(self) -> str:
         return "hyperparameters" if self.hyperparameters else f"method.{self.method.type}.hyperparameters"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the method compares the model with one that is not trained."""
+        return self.method.type in ("dpo", "kto")
 
     @property
     def needs_bitsandbytes(self) -> bool:

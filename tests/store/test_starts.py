@@ -15,7 +15,7 @@ from store.session import open_session
 from store.settings import Settings
 from store.starts import list_waited_for
 from store.status import EndReason, JobStatus
-from tests.rows import make_host, make_job
+from tests.rows import make_file, make_host, make_job
 
 ADAPTER = {"r": 4, "dropout": 0.1}
 FILES = [
@@ -112,18 +112,42 @@ def test_another_dropout_is_no_other_shape(earlier: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("adapter", "told"),
+    ("made", "asked", "told"),
     [
-        ({"init": "pissa"}, "made with adapter.init pissa, which is not offered to start from yet"),
-        ({"type": "ia3"}, "made with adapter.type ia3, which is not offered to start from yet"),
+        ({"init": "pissa"}, {}, "made with adapter.init pissa, which is not offered to start from yet"),
+        ({"type": "ia3"}, {}, "made with adapter.type ia3, this job asks for lora"),
+        ({"use_dora": True}, {}, "made with adapter.use_dora True, this job asks for False"),
+        ({"use_rslora": True}, {}, "made with adapter.use_rslora True, this job asks for False"),
+        ({"modules_to_save": ["norm"]}, {}, r"made with adapter.modules_to_save \['norm'\], this job asks for \[\]"),
+        (
+            {"type": "prompt", "num_virtual_tokens": 4},
+            {"type": "prompt"},
+            "made with adapter.num_virtual_tokens 4, this job asks for 20",
+        ),
+        ({"type": "qlora"}, {"type": "qlora"}, None),
+        ({"type": "lora"}, {"type": "qlora", "bits": 8}, None),
+        ({"type": "prefix"}, {"type": "prefix"}, None),
+        ({"use_dora": True}, {"use_dora": True, "lora_plus_ratio": 16}, None),
     ],
 )
-def test_an_adapter_of_a_kind_that_no_start_is_offered_for_is_refused(
-    database: Settings, adapter: dict[str, Any], told: str
+def test_an_adapter_starts_from_one_of_its_own_shape(
+    database: Settings, made: dict[str, Any], asked: dict[str, Any], told: str | None
 ) -> None:
     with open_session() as session:
         make_host(session, cpu_slots=4)
-        job = start_job(session, adapter=adapter)
+        job = start_job(session, adapter=made)
         add_checkpoint(session, job.id, 1, 2, "jobs/x/checkpoints/1/2", {"files": FILES}, {})
-        with pytest.raises(InvalidRequestError, match=told):
-            make_job(session, resume_from=checkpoint_id(job.id, 2))
+        if told is None:
+            make_job(session, adapter=asked, resume_from=checkpoint_id(job.id, 2))
+            return
+        with pytest.raises(InvalidRequestError, match=told) as refused:
+            make_job(session, adapter=asked, resume_from=checkpoint_id(job.id, 2))
+        assert refused.value.code == "start_does_not_fit"
+
+
+def test_preferences_start_from_what_supervised_training_made(earlier: str) -> None:
+    with open_session() as session:
+        for method, rows in {"dpo": "preference", "kto": "chat"}.items():
+            file = make_file(session, report={"format": rows, "rows": 2, "errors": []})
+            body = {"training_file": file.id, "method": {"type": method}, "resume_from": checkpoint_id(earlier, 2)}
+            assert make_job(session, adapter=ADAPTER, **body).spec["resume_from"] == checkpoint_id(earlier, 2)

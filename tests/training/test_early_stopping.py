@@ -17,7 +17,7 @@ from tiny_runs import (
     without_times,
 )
 
-from tests.tiny import make_plan, make_rows, write_rows
+from tests.tiny import make_labelled, make_pairs, make_plan, make_rows, write_rows
 from training.errors import SpecError
 from training.launch import make_line
 from training.rank.checkpoint import Progress
@@ -30,10 +30,17 @@ CONTRARY = {"role": "assistant", "content": "blue stone, salt AND MORE"}
 """What the validation rows answer: to learn the training rows makes it soon less likely, for good."""
 
 
-def job_of(folder: Path, *, patience: int = 3, adapter: Any = None, **hyper: Any) -> dict[str, Any]:
+def job_of(
+    folder: Path, *, patience: int = 3, adapter: Any = None, method: str = "supervised", **hyper: Any
+) -> dict[str, Any]:
     hyper = {**HYPER, "early_stopping": {"patience": patience}, **hyper}
-    body = make_job(folder, hyper=hyper, adapter=adapter or {"dropout": 0.1})
-    rows = [{"messages": [row["messages"][0], CONTRARY]} for row in make_rows(2)]
+    body = make_job(folder, hyper=hyper, adapter=adapter or {"dropout": 0.1}, method=method)
+    rows: list[dict[str, Any]] = [{"messages": [row["messages"][0], CONTRARY]} for row in make_rows(2)]
+    if method == "dpo":
+        # To prefer what the training rows prefer is good for the second pair only.
+        rows = [{**pair, "preferred_output": [CONTRARY]} for pair in make_pairs(1)] + make_pairs(1, start=1)
+    if method == "kto":
+        rows = [{**row, "label": not row["label"]} for row in make_labelled(3)] + make_labelled(1, start=3)
     write_rows(folder / "validation.jsonl", rows)
     return body
 
@@ -42,12 +49,22 @@ def losses_of(path: Path) -> dict[int, float]:
     return {step: data["eval_loss"] for (step, kind), data in curve_of(path).items() if kind == "evaluated"}
 
 
-@pytest.mark.parametrize("adapter", [{"dropout": 0.1}, {"type": "full"}])
+@pytest.mark.parametrize(
+    ("adapter", "method"),
+    [
+        ({"dropout": 0.1}, "supervised"),
+        ({"type": "full"}, "supervised"),
+        ({"type": "qlora", "dropout": 0.1}, "supervised"),
+        ({"dropout": 0.1}, "dpo"),
+        ({"dropout": 0.1}, "kto"),
+        ({"type": "qlora"}, "dpo"),
+    ],
+)
 def test_the_run_ends_when_patience_is_out_and_gives_the_best_weights_bit_for_bit(
-    adapter: dict[str, Any], tmp_path: Path
+    adapter: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "run"
-    assert train_here(path, job_of(tmp_path, adapter=adapter)) == EXIT_FINISHED
+    assert train_here(path, job_of(tmp_path, adapter=adapter, method=method)) == EXIT_FINISHED
     losses = losses_of(path)
     best = min(losses, key=lambda step: losses[step])
     told, finished = events_of(path, "early_stopped", "finished")

@@ -33,7 +33,7 @@ def body_of(method: str, **hyper: Any) -> dict[str, Any]:
     return {"model": "m", "training_file": "f", "method": {"type": method, method: {"hyperparameters": hyper}}}
 
 
-def plan_of(method: str, adapter: str = "lora", **hyper: Any) -> Plan:
+def plan_of(method: str, adapter: str = "lora", start: str | None = None, **hyper: Any) -> Plan:
     model = ModelFacts(
         family="llama", hidden_size=2000, intermediate_size=1, layers=1, vocabulary=9, parameters=9,
         trained_parameters=1, context_tokens=64,
@@ -42,7 +42,7 @@ def plan_of(method: str, adapter: str = "lora", **hyper: Any) -> Plan:
     data = DataFacts(
         counts=counts, examples=90, longest_tokens=20, longest_trained_tokens=9, tokens=99, trained_tokens=9
     )
-    spec = parse_spec({**body_of(method, **hyper), "adapter": {"type": adapter}})
+    spec = parse_spec({**body_of(method, **hyper), "adapter": {"type": adapter}, "resume_from": start})
     return make_plan(spec, Hardware(cpu_cores=1, memory_bytes=2**33), model, data)
 
 
@@ -91,6 +91,12 @@ def test_batches_and_epochs_go_by_pieces_of_texts_and_both_sides_of_a_pair_need_
     pair, row = plan_of("dpo", batch_size=4).memory, plan_of("supervised", batch_size=4).memory
     assert pair.activations_bytes == 2 * row.activations_bytes
     assert pair.logits_bytes == 2 * row.logits_bytes
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_start_that_is_compared_with_is_kept_in_fp32_beside_what_is_trained(method: str) -> None:
+    assert plan_of(method, start="r").memory.weights_bytes == plan_of(method).memory.weights_bytes + 4
+    assert plan_of("supervised", start="r").memory == plan_of("supervised").memory
 
 
 @pytest.mark.parametrize("method", METRICS)

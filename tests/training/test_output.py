@@ -96,6 +96,37 @@ def test_an_adapter_holds_only_what_was_trained_and_all_of_it(
     assert verify(run / "adapter") is None
 
 
+HEADER_BYTES = 2**14
+"""More than the names and places of a few dozen weights take."""
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["norm"]},
+        {"use_dora": True},
+        {"type": "qlora"},
+        {"type": "ia3"},
+        {"type": "prompt"},
+    ],
+    ids=["lora", "head adapted", "head trained", "norm", "dora", "qlora", "ia3", "prompt"],
+)
+def test_an_adapter_is_as_large_as_the_plan_says_and_has_no_embeddings_that_were_not_trained(
+    adapter: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    run = train(tmp_path, adapter=adapter, tied=tied)
+    expected = read_json(run / "plan.json")["trained_parameters"]
+    if tied and adapter.get("modules_to_save") == ["lm_head"]:
+        expected += 258 * 32  # trained as one, and written under both names, as peft reads it
+    assert sum(weight.numel() for weight in weights_of(run / "adapter").values()) == expected
+    size = (run / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert 4 * expected < size < 4 * expected + HEADER_BYTES < 4 * (expected + 258 * 32)
+
+
 def test_the_config_of_an_adapter_lists_names_and_the_same_ones_in_each_process(tmp_path: Path) -> None:
     config = read_json(train(tmp_path) / "adapter" / "adapter_config.json")
     assert config["target_modules"] == sorted(config["target_modules"])

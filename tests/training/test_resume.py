@@ -174,7 +174,9 @@ def test_what_a_killed_writer_left_beside_is_removed(whole: Whole, tmp_path: Pat
 # Whose checkpoint it is
 
 
-@pytest.mark.parametrize("change", ["learning rate", "rows", "base model", "adapter"])
+@pytest.mark.parametrize(
+    "change", ["learning rate", "rows", "max_seq_len", "base model", "chat template", "tokenizer", "adapter"]
+)
 def test_a_checkpoint_of_another_job_is_refused_and_stays_as_it_is(whole: Whole, tmp_path: Path, change: str) -> None:
     path = cut_back(whole, tmp_path / "run", 4)
     body = read_json(path / "spec.json")
@@ -184,6 +186,16 @@ def test_a_checkpoint_of_another_job_is_refused_and_stays_as_it_is(whole: Whole,
         body["training_file"] = str(write_rows(tmp_path / "rows.jsonl", make_rows(11)))
     elif change == "base model":
         body["model"] = str(save_model(tmp_path / "other", seed=9))
+    elif change == "max_seq_len":
+        body["method"]["supervised"]["hyperparameters"]["max_seq_len"] = 30
+    elif change in ("chat template", "tokenizer"):
+        # The weights are the same, and the tokens are not.
+        body["model"] = str(shutil.copytree(body["model"], tmp_path / "base"))
+        name = {"chat template": "chat_template.jinja", "tokenizer": "tokenizer.json"}[change]
+        file = tmp_path / "base" / name
+        old, new = {"chat template": ("<|turn|>", "<|turn|> "), "tokenizer": ("<|turn|>", "<|role|>")}[change]
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
     else:
         body["adapter"] = {"dropout": 0.3, "r": 4}
     assert train_here(path, body, attempt=2) == EXIT_FAILED

@@ -19,6 +19,7 @@ from training.errors import SpecError
 from training.plan import Plan
 from training.rank import loop
 from training.rank.order import make_order
+from training.rank.parallel import SingleDevice
 from training.rank.stability import WINDOW_STEPS, spike_limit
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir
 from training.spec import parse_spec
@@ -94,15 +95,28 @@ def test_a_spike_stops_the_run_where_this_is_asked(tmp_path: Path, sure_base: Pa
     assert [path.name for path in RunDir(tmp_path / "run").list_checkpoints()][-1] == "step-00000012"
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("make", "kind"), [(make_spiking_job, "adapter"), (make_spiking_job, "model"), (make_nan_job, "adapter")]
+    ("make", "adapter"),
+    [
+        (make_spiking_job, {}),
+        (make_spiking_job, {"type": "full"}),
+        (make_nan_job, {}),
+        (make_nan_job, {"type": "qlora"}),
+    ],
+    ids=["spike, lora", "spike, full", "nan, lora", "nan, qlora"],
 )
 def test_a_skipped_batch_changes_no_weights_and_no_moments(
-    make: Callable[..., tuple[dict[str, Any], int]], kind: str, tmp_path: Path, sure_base: Path
+    make: Callable[..., tuple[dict[str, Any], int]],
+    adapter: dict[str, Any],
+    precision: str,
+    tmp_path: Path,
+    sure_base: Path,
 ) -> None:
-    adapter = {"type": "full"} if kind == "model" else {}
+    kind = "model" if adapter.get("type") == "full" else "adapter"
     body, line = make(tmp_path, sure_base)
     body |= {"adapter": adapter, "stability": {"on_spike": "skip", "on_nan": "skip", "spike_factor": 4}}
+    body["precision"] = precision
     body["method"]["supervised"]["hyperparameters"] |= {"save_steps": 1, "save_total_limit": 100}
     path = tmp_path / "run"
     assert train_here(path, body) == EXIT_FINISHED
@@ -203,25 +217,84 @@ def break_once(patch: pytest.MonkeyPatch, at: int) -> None:
     patch.setattr(loop, "learning_rate_at", rate)
 
 
-@pytest.mark.parametrize("adapter", [{"dropout": 0.1}, {"type": "full"}])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("adapter", [{"dropout": 0.1}, {"type": "full"}, {"type": "qlora"}])
 @pytest.mark.parametrize(("at", "back_to", "code"), [(3, 0, "non_finite_loss"), (8, 4, "non_finite_weights")])
 def test_ruined_weights_are_brought_back_from_the_last_checkpoint(
-    adapter: dict[str, Any], at: int, back_to: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapter: dict[str, Any],
+    precision: str,
+    at: int,
+    back_to: int,
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At step 3 there is none but the one of the start; at step 8 it is found when they are about to be saved."""
     break_once(monkeypatch, at)
     hyper = {"n_epochs": 4, "save_steps": 4, "eval_steps": 100}
     path = tmp_path / "run"
-    assert train_here(path, make_job(tmp_path, hyper=hyper, adapter=adapter, stability={"on_nan": "rollback"})) == (
-        EXIT_FINISHED
-    )
+    body = make_job(tmp_path, hyper=hyper, adapter=adapter, precision=precision, stability={"on_nan": "rollback"})
+    assert train_here(path, body) == EXIT_FINISHED
     (warning,) = events_of(path, "warning")
     assert (warning.data["code"], warning.data["rolled_back_to"]) == (code, back_to)
-    kind = "model" if "type" in adapter else "adapter"
+    kind = "model" if adapter.get("type") == "full" else "adapter"
     assert all(bool(weight.isfinite().all()) for weight in weights_of(path / kind).values())
     first, again = (event.data for event in events_of(path, "metrics") if event.step == back_to + 1)
     assert first["train_loss"] == again["train_loss"], "the bits of the checkpoint, dropout included"
     assert again["learning_rate"] == first["learning_rate"] / 2
+
+
+def spoil_once(patch: pytest.MonkeyPatch, at: int, name: str, row: int) -> None:
+    """One number that is none, after this step."""
+    healthy, done = SingleDevice.step, []
+
+    def step(parallel: SingleDevice, rate: float) -> None:
+        healthy(parallel, rate)
+        done.append(rate)
+        if len(done) == at:
+            weight = next(w for full_name, w in parallel.model.named_parameters() if name in full_name)
+            weight.data[row, 0] = math.nan
+
+    patch.setattr(SingleDevice, "step", step)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("adapter", "name", "code"),
+    [
+        ({}, "lora_A", "non_finite_loss"),
+        ({"type": "qlora"}, "lora_B", "non_finite_loss"),
+        # Of a letter that no row has: neither loss nor gradient show it.
+        ({"type": "full"}, "embed_tokens", "non_finite_weights"),
+    ],
+    ids=["lora", "qlora", "full, unseen"],
+)
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_one_spoilt_weight_is_never_handed_on(
+    policy: str,
+    adapter: dict[str, Any],
+    name: str,
+    code: str,
+    precision: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spoil_once(monkeypatch, 6, name, row=3)
+    hyper = {"n_epochs": 5, "save_steps": 4, "eval_steps": 100, "save_total_limit": 9}
+    body = make_job(tmp_path, hyper=hyper, adapter=adapter, precision=precision, stability={"on_nan": policy})
+    path, kind = tmp_path / "run", "model" if adapter.get("type") == "full" else "adapter"
+    assert train_here(path, body) == (EXIT_FINISHED if policy == "rollback" else EXIT_FAILED)
+    if policy == "rollback":
+        (warning,) = events_of(path, "warning")
+        assert (warning.data["code"], warning.data["rolled_back_to"]) == (code, 4)
+        folders = [*(folder / kind for folder in RunDir(path).list_checkpoints()), path / kind]
+    else:
+        # Nothing but going back mends weights: to leave out their steps changes nothing.
+        assert last_event(path).data["code"] in (code, "non_finite_weights")
+        assert not (path / kind).exists()
+        folders = [folder / kind for folder in RunDir(path).list_checkpoints()]
+        assert [folder.parent.name for folder in folders] == ["step-00000004"]
+    assert all(bool(weight.isfinite().all()) for folder in folders for weight in weights_of(folder).values())
 
 
 def test_ruined_weights_that_only_batches_are_skipped_for_end_the_run(

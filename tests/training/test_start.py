@@ -20,6 +20,18 @@ from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, read_json,
 from training.spec import parse_spec
 
 ADAPTERS: dict[str, dict[str, Any]] = {"adapter": {"r": 4}, "model": {"type": "full"}}
+KINDS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "head": {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
+    "embeddings": {"modules_to_save": ["embed_tokens", "norm"]},
+    "qlora": {"type": "qlora"},
+    "qlora, 8 bits": {"type": "qlora", "bits": 8},
+    "qlora, dora, head": {"type": "qlora", "use_dora": True, "modules_to_save": ["lm_head"]},
+    "ia3": {"type": "ia3"},
+    "prefix": {"type": "prefix", "num_virtual_tokens": 5},
+    "prompt": {"type": "prompt", "num_virtual_tokens": 5},
+}
 HYPER = {"warmup_steps": 0, "lr_scheduler": "constant", "save_steps": 2, "eval_steps": 2}
 
 
@@ -155,26 +167,48 @@ def test_pickles_are_not_taken_for_weights(tmp_path: Path) -> None:
     assert "holds no trained weights" in failure_of(tmp_path / "next", body)["message"]
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"adapter": {"type": "qlora"}}, "with adapter.type qlora"),
-        ({"adapter": {"type": "ia3"}}, "with adapter.type ia3"),
-        ({"adapter": {"type": "prefix"}}, "with adapter.type prefix"),
-        ({"adapter": {"type": "prompt"}}, "with adapter.type prompt"),
-        ({"adapter": {"init": "pissa"}}, "with adapter.init pissa"),
-        ({"adapter": {"use_dora": True}}, "with adapter.use_dora True"),
-        ({"adapter": {"use_rslora": True}}, "with adapter.use_rslora True"),
-        ({"adapter": {"modules_to_save": ["lm_head"]}}, "with adapter.modules_to_save"),
-        ({"method": {"type": "dpo"}}, "with dpo"),
-        ({"method": {"type": "kto"}}, "with kto"),
-    ],
-)
-def test_what_no_start_is_offered_for_is_refused_by_name(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(SpecError) as refused:
-        parse_spec({"model": "m", "training_file": "t", "resume_from": "r", **change})
-    assert refused.value.param == "resume_from"
-    assert "not offered yet" in refused.value.message and told in refused.value.message
+def test_pissa_begins_with_the_base_and_is_refused_together_with_a_start() -> None:
+    with pytest.raises(SpecError, match="leave it out, or resume_from") as refused:
+        parse_spec({"model": "m", "training_file": "t", "resume_from": "r", "adapter": {"init": "pissa"}})
+    assert refused.value.param == "adapter.init"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_adapter_starts_with_the_weights_that_it_had(name: str, tied: bool, tmp_path: Path) -> None:
+    """A first step at next to no rate leaves all of fp32 as it is; the loss on the validation rows is as it was."""
+    adapter = KINDS[name]
+    assert train_here(tmp_path / "run", make_job(tmp_path, hyper=HYPER, adapter=adapter, tied=tied)) == EXIT_FINISHED
+    hyper = {**HYPER, "max_steps": 1, "n_epochs": "auto", "learning_rate": 1e-30}
+    for start in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000002"):
+        path = tmp_path / f"from-{start.name}"
+        body = make_job(tmp_path, hyper=hyper, adapter=adapter, resume_from=str(start))
+        assert train_here(path, body) == EXIT_FINISHED
+        assert same_weights(path / "adapter", start / "adapter")
+    curve, losses = curve_of(tmp_path / "run"), {}
+    for place in ("run", "step-00000002"):
+        losses[place] = last_event(tmp_path / f"from-{place}").data["eval_loss"]
+    assert losses == {"run": curve[6, "evaluated"]["eval_loss"], "step-00000002": curve[2, "evaluated"]["eval_loss"]}
+
+
+@pytest.mark.parametrize(("first", "then"), [("lora", "qlora"), ("qlora", "lora")])
+def test_the_same_adapter_fits_a_plain_base_and_a_quantised_one(first: str, then: str, tmp_path: Path) -> None:
+    assert train_here(tmp_path / "run", make_job(tmp_path, hyper=HYPER, adapter={"type": first})) == EXIT_FINISHED
+    hyper = {**HYPER, "max_steps": 1, "n_epochs": "auto", "learning_rate": 1e-30}
+    body = make_job(tmp_path, hyper=hyper, adapter={"type": then}, resume_from=str(tmp_path / "run"))
+    assert train_here(tmp_path / "next", body) == EXIT_FINISHED
+    assert same_weights(tmp_path / "next" / "adapter", tmp_path / "run" / "adapter")
+
+
+def test_what_pissa_made_is_a_start_for_plain_lora_of_twice_the_rank(tmp_path: Path) -> None:
+    adapter = {"init": "pissa", "r": 4, "alpha": 4}
+    hyper = {**HYPER, "learning_rate": 1e-3}
+    assert train_here(tmp_path / "run", make_job(tmp_path, hyper=hyper, adapter=adapter)) == EXIT_FINISHED
+    hyper = {**HYPER, "max_steps": 1, "n_epochs": "auto", "learning_rate": 1e-30}
+    body = make_job(tmp_path, hyper=hyper, adapter={"r": 8, "alpha": 8}, resume_from=str(tmp_path / "run"))
+    assert train_here(tmp_path / "next", body) == EXIT_FINISHED
+    want = last_event(tmp_path / "run").data["eval_loss"]
+    assert last_event(tmp_path / "next").data["eval_loss"] == pytest.approx(want, rel=1e-4)
 
 
 def test_plain_texts_start_from_what_other_rows_made(tmp_path: Path) -> None:
@@ -197,8 +231,19 @@ def test_the_same_adapter_is_the_same_bytes_each_time_that_it_is_written(tmp_pat
     assert all(torch.equal(weight, state[name]) for name, weight in get_peft_model_state_dict(model).items())
 
 
-@pytest.mark.parametrize("adapter", [{"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
-def test_an_adapter_with_other_options_is_refused(adapter: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "asked"),
+    [
+        ({"use_dora": True}, {}),
+        ({"use_rslora": True}, {}),
+        ({"modules_to_save": ["lm_head"]}, {}),
+        ({"num_virtual_tokens": 3, "type": "prompt"}, {"num_virtual_tokens": 4, "type": "prompt"}),
+        ({"target_modules": ["q_proj"], "type": "ia3"}, {"target_modules": ["v_proj"], "type": "ia3"}),
+    ],
+)
+def test_an_adapter_with_other_options_is_refused(
+    adapter: dict[str, Any], asked: dict[str, Any], tmp_path: Path
+) -> None:
     assert train_here(tmp_path / "run", make_job(tmp_path, hyper=HYPER, adapter=adapter)) == EXIT_FINISHED
-    body = make_job(tmp_path, hyper=HYPER, resume_from=str(tmp_path / "run"))
+    body = make_job(tmp_path, hyper=HYPER, adapter=asked, resume_from=str(tmp_path / "run"))
     assert f"adapter.{next(iter(adapter))} is" in failure_of(tmp_path / "next", body)["message"]

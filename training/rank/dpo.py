@@ -16,7 +16,7 @@ from training.rank.parallel import Parallel
 
 @dataclass(frozen=True)
 class Dpo:
-    """The reference is the model itself with its adapter switched off."""
+    """The reference is the model itself without its adapter, or with the one that the job started with."""
 
     truncation: str
     beta: float
@@ -38,7 +38,7 @@ class Dpo:
 
     def score(self, model: nn.Module, examples: Sequence[Pair], window: Window) -> Scores:  # noqa: ARG002
         rows = [*(pair.chosen for pair in examples), *(pair.rejected for pair in examples)]
-        with judging(model, as_base=True):
+        with judging(model, reference=True):
             reference = log_probabilities(model, rows, len(examples))
         logps = log_probabilities(model, rows, len(examples))
         chosen, rejected = (self.beta * (logps - reference)).chunk(2)

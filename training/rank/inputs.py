@@ -18,7 +18,7 @@ from training.rank.loss import count_tokens, count_trained
 from training.rank.model import context_tokens, load_config, load_tokenizer
 from training.rank.objective import Objective
 from training.rank.packing import Pack, pack
-from training.rank.source import Source, find_source
+from training.rank.source import Source, find_source, list_tokenizer_files
 from training.rank.start import Start, find_start
 from training.rank.supervised import Pretrain, Supervised
 from training.rank.workload import used_tokens
@@ -104,6 +104,7 @@ def make_fingerprint(inputs: Inputs) -> str:
     parts = [
         {name: value for name, value in make_lasting(spec).items() if name not in PATHS},
         inputs.source.digest,
+        [file_sha256(file) for file in list_tokenizer_files(inputs.source.folder)],
         [file_sha256(Path(file)) for file in files],
         *([inputs.start.digest] if inputs.start else []),
     ]

@@ -18,7 +18,7 @@ from training.rank.parallel import Parallel
 
 @dataclass(frozen=True)
 class Kto:
-    """The reference is the model itself with its adapter switched off.
+    """The reference is the model itself without its adapter, or with the one that the job started with.
 
     The reference point, the divergence of model and reference, is estimated as in the paper: the mean of
     log(model / reference) over the window's prompts, each with the answer of another of its rows, and at least 0. It is
@@ -51,7 +51,7 @@ class Kto:
 
     def score(self, model: nn.Module, examples: Sequence[Labelled], window: Window) -> Scores:
         rows = [example.row for example in examples]
-        with judging(model, as_base=True):
+        with judging(model, reference=True):
             reference = log_probabilities(model, rows, len(rows))
         logps = log_probabilities(model, rows, len(rows))
         ratios = logps - reference
@@ -98,5 +98,5 @@ def _measure(model: nn.Module, rows: Sequence[Example]) -> Tensor:
     """log(model / reference), summed over the rows."""
     with judging(model):
         logps = log_probabilities(model, rows, len(rows))
-    with judging(model, as_base=True):
+    with judging(model, reference=True):
         return (logps - log_probabilities(model, rows, len(rows))).double().sum()

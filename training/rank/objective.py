@@ -1,7 +1,7 @@
 """What a run minimises, behind one small protocol, so that the loop does not know."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from training.rank.data import Prepared
 from training.rank.parallel import Parallel
+from training.rank.reference import as_reference
 
 Sums = Mapping[str, float]
 
@@ -74,17 +75,12 @@ class Totals:
 
 
 @contextmanager
-def judging(model: nn.Module, *, as_base: bool = False) -> Iterator[None]:
-    """Without gradients and dropout, and so without drawing random numbers; with the adapter switched off, as the base
-    model was."""
+def judging(model: nn.Module, *, reference: bool = False) -> Iterator[None]:
+    """Without gradients and dropout, and so without drawing random numbers; where asked, as the reference."""
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            if as_base:
-                with model.disable_adapter():
-                    yield
-            else:
-                yield
+        with torch.no_grad(), as_reference(model) if reference else nullcontext():
+            yield
     finally:
         model.train(training)

@@ -31,6 +31,7 @@ from training.rank.loop import Run, train
 from training.rank.model import DTYPES, base_dtype, build_model, cast_weights, get_base, make_facts
 from training.rank.parallel import SingleDevice
 from training.rank.peak import measure_peak
+from training.rank.reference import add_reference
 from training.rank.start import load_start
 from training.rank.stop import Stop
 from training.rank.weights import save_weights, weights_name
@@ -148,6 +149,8 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, workload: Workload, found:
     model = build_model(inputs.source, plan, adapter, weights)
     if inputs.start and not found:
         load_start(inputs.start, model, inputs.source)
+    if inputs.start and inputs.spec.has_reference:
+        add_reference(model, inputs.start.folder)
     parallel = SingleDevice(model, plan)
     if found:
         load_checkpoint(found, parallel)

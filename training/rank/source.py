@@ -13,6 +13,7 @@ from training.rank.gguf import file_digest, get_converted
 
 HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-]+))?")
 WEIGHTS = "*.safetensors"
+TOKENIZER = ("*token*.json", "vocab.*", "merges.txt", "*.model", "chat_template*", "*.jinja", "*.tiktoken")
 CODE_KEYS = ("auto_map", "trust_remote_code")
 BLOCK_BYTES = 2**16
 
@@ -49,6 +50,11 @@ def find_source(model: str, *, weights: bool = True) -> Source:
         raise ModelError(f"{model}: no such folder or GGUF file, and not a name of the hub (org/name)", param="model")
     _check(folder, model, weights)
     return Source(folder, name, _digest(folder), revision)
+
+
+def list_tokenizer_files(folder: Path) -> list[Path]:
+    """The files that decide which tokens a row becomes, the chat template among them."""
+    return sorted({file for pattern in TOKENIZER for file in folder.glob(pattern)})
 
 
 def _fetch(repo: str, revision: str | None, weights: bool) -> Path:

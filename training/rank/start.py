@@ -20,6 +20,7 @@ OUR_NAMES = {"lora_alpha": "alpha", "target_parameters": "target_modules"}
 UNLIKE_BY_NATURE = {
     *("base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "init_lora_weights", "peft_version"),
     *("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures"),
+    *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "init_ia3_weights"),
 }
 """Keys of configs that do not decide which weights fit."""
 

@@ -16,6 +16,9 @@ from training.rank.source import Source
 from training.rundir import write_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+TRAINED = "default"
+"""The name that peft gives to the adapter that a model is made with."""
+
 BASE_DIGEST = "base_digest"
 """In the metadata of an adapter's weights: the base model that they belong to."""
 
@@ -45,23 +48,27 @@ def save_weights(model: nn.Module, tokenizer: Any, source: Source, folder: Path)
         file.chmod(0o644)  # safetensors lets only the owner read
 
 
-def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Put the adapter of a checkpoint into a model that was made for it."""
+def load_adapter(model: nn.Module, folder: Path, name: str = TRAINED) -> None:
+    """Put the adapter of a checkpoint into a model that was made for it, where its adapter `name` has to be at work.
+
+    Raises:
+        TrainingError: weights are missing, or there are others.
+    """
     from peft import set_peft_model_state_dict
 
     saved = load_file(folder / ADAPTER_WEIGHTS)
-    if model.peft_config["default"].is_prompt_learning:
-        set_peft_model_state_dict(model, saved)  # one tensor, whose shape it checks
+    if model.peft_config[name].is_prompt_learning:
+        set_peft_model_state_dict(model, saved, name)  # one tensor, whose shape it checks
         return
-    report = set_peft_model_state_dict(model, trained_part(model, saved) if is_pissa(model) else saved)
-    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    report = set_peft_model_state_dict(model, trained_part(model, saved) if is_pissa(model) else saved, name)
+    trained = {place for place, weight in model.named_parameters() if weight.requires_grad}
     missing = sorted(trained.intersection(report.missing_keys))
     if missing or report.unexpected_keys:
         raise TrainingError(f"{folder}: the adapter does not fit the model: {(missing or report.unexpected_keys)[:3]}")
 
 
 def make_adapter_config(model: nn.Module) -> dict[str, Any]:
-    config = {**model.peft_config["default"].to_dict(), "inference_mode": True}
+    config = {**model.peft_config[TRAINED].to_dict(), "inference_mode": True}
     # Sets have no order of their own: the same run is to give the same bytes.
     return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
 
