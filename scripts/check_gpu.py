@@ -33,8 +33,9 @@ from training.rundir import EXIT_STOPPED, file_sha256
 Curve = dict[int, tuple[float, float]]
 
 EXIT_WELL, EXIT_BROKEN, EXIT_NO_GPU = 0, 1, 77
-TOLERANCES = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
-"""Of the loss and the gradient norm, relative to the CPU in fp32; 16 bits keep 11 and 8 bits of a number."""
+TOLERANCES = {"fp32": (1e-4, 1e-3), "fp16": (2e-3, 2e-2), "bf16": (1e-2, 1e-1)}
+"""Of the loss and the gradient norm, relative to the CPU in fp32. In 16 bits the CPU is off by up to 7e-5 and 3e-4
+in fp16, 5e-3 and 3e-2 in bf16."""
 QUANTISED_TOLERANCES = (3e-2, 2e-1)
 """The blocks of 4 bits are rounded by other code on the CPU."""
 FORECAST_RANGE = (0.5, 1.25)
@@ -110,7 +111,9 @@ def list_cases(flash: bool) -> list[Case]:
 
 
 def check_numbers(bench: Bench, case: Case, reference: Future[Curve]) -> str:
-    gpu_only = {} if bench.rehearse else case.gpu_only
+    gpu_only = {
+        name: asked for name, asked in case.gpu_only.items() if name != "activation_offloading" or not bench.rehearse
+    }
     hyper = {**case.hyper, **({} if bench.rehearse else case.gpu_only_hyper)}
     body = bench.make_body("small", case.method, hyper, **case.body, **gpu_only)
     found = curve_of(bench.run(case.name, body))
