@@ -65,13 +65,13 @@ class Work:
 def make_load(lengths: Iterable[int], labelled: int, attention: str, *, prefix: int = 0, prompt: int = 0) -> Load:
     """One pass over rows of these lengths, laid end to end; `prefix` keys or `prompt` tokens stand before them.
 
-    Fused attention (sdpa) of one row leaves out what is masked: the half of the square. Eager attention computes it
-    all, and so does sdpa where it is given a mask: for several rows, or a prefix.
+    Fused attention leaves out what is masked: the half of each row's square. Eager attention computes the square of
+    the whole pass, and fused attention too where it is given a mask, for a prefix.
     """
     rows = list(lengths)
     tokens = sum(rows) + prompt
     causal = sum((length + prompt) ** 2 / 2 + length * prefix for length in rows)
-    halved = attention != "eager" and len(rows) == 1 and not prefix
+    halved = attention != "eager" and not prefix
     return Load(1, tokens, labelled, causal if halved else tokens * (tokens + prefix), causal)
 
 

@@ -32,9 +32,10 @@ DEFAULTS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # Likewise the backward pass of the package flash-attn, where a job asks for it.
     "FLASH_ATTENTION_DETERMINISTIC": "1",
-    # Threads that wait sleep. Spinning ones, the default, make a step many times slower as soon as anything else wants
-    # a core: each parallel part of it then waits until the system gives the spinning thread's core away.
-    "OMP_WAIT_POLICY": "PASSIVE",
+    # How often a thread that waits looks again before it sleeps, about a tenth of a millisecond. Longer, as by default,
+    # makes a step many times slower as soon as anything else wants a core: each parallel part of it then waits until
+    # the system gives the spinning thread's core away. Shorter, each part pays for waking threads up.
+    "GOMP_SPINCOUNT": "30000",
 }
 
 

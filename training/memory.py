@@ -6,6 +6,8 @@ from training.adapter import Adapter
 from training.facts import DataFacts, Fact, ModelFacts
 from training.spec import JobSpec, NextTokenHyperparameters
 
+MASK_BYTES = 8
+"""For each pair of places of a pass with several rows: what is made on the way to their lengths."""
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """Of fp32 logits, by device: as many as are made at once, enough to keep a device busy."""
 
@@ -41,11 +43,10 @@ def forecast_memory(
     et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
     backward pass needs of a token in a layer is 12 x hidden (norms, projections, attention) and 4 x intermediate (the
     gated MLP) numbers; with checkpointing one input a layer and one whole layer; offloaded, the one layer that is
-    computed. Rows that share a pass are kept apart by a mask, of which each layer keeps a copy in the compute type;
-    flash attention needs none. Eager attention keeps of each head the scores, their softmax in fp32 and that in the
-    compute type, over all tokens of the pass. One quantised layer at a time is unpacked. Of adapted experts in stacks
-    the sum of weight and adapter is kept, and a layer's gradient. An adapter that a preference method compares with is
-    kept in fp32 beside the trained one.
+    computed. Eager attention keeps of each head the scores, their softmax in fp32 and that in the compute type, over
+    all tokens of the pass. One quantised layer at a time is unpacked. Of adapted experts in stacks the sum of weight
+    and adapter is kept, and a layer's gradient. An adapter that a preference method compares with is kept in fp32
+    beside the trained one.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
@@ -55,7 +56,6 @@ def forecast_memory(
     mask_numbers = pass_tokens**2 if _needs_mask(spec, micro_batch_size) else 0
     input_bytes = width * passes * pass_tokens * model.hidden_size
     layer_bytes = 12 * input_bytes + 4 * width * passes * pass_tokens * model.intermediate_size
-    layer_bytes += width * passes * mask_numbers
     if spec.attention == "eager" or not model.has_fused_attention:
         layer_bytes += (4 + 2 * width) * passes * model.attention_heads * pass_tokens**2
     stacked_bytes = width * model.stacked_parameters // model.layers
@@ -74,7 +74,7 @@ def forecast_memory(
         + model.trained_parameters * 4 * adapters,
         gradients_bytes=model.trained_parameters * 4,
         optimizer_bytes=_optimizer_bytes(spec, model),
-        activations_bytes=kept + mask_numbers + stacked_bytes + unpacked_bytes,
+        activations_bytes=kept + MASK_BYTES * mask_numbers + stacked_bytes + unpacked_bytes,
         logits_bytes=_logits_bytes(passes * micro_batch_size * data.longest_trained_tokens, model),
     )
 
@@ -87,8 +87,7 @@ def _logits_bytes(trained_tokens: int, model: ModelFacts) -> int:
 
 
 def _needs_mask(spec: JobSpec, micro_batch_size: int) -> bool:
-    """Whether rows that share a pass are kept apart by a mask: a byte for each pair of tokens, and what the layers make
-    of it."""
+    """Whether rows that share a pass are told by a mask, once a pass."""
     packed = isinstance(spec.hyper, NextTokenHyperparameters) and spec.hyper.packing is True
     return spec.attention != "flash" and (packed or micro_batch_size > 1)
 

@@ -35,8 +35,8 @@ from training.spec import (
 
 GIB = 2**30
 DEFAULT_SEED = 0
-MAX_TOKENS_PER_FORWARD = 8192
-"""Where a GPU is busy with rows of usual models; more rows in one pass cost memory and gain little."""
+BUSY_TOKENS = {"cuda": 8192, "cpu": 512}
+"""Where a device is busy with rows of usual models; more in one pass cost memory and gain little."""
 
 
 class Plan(Fact):
@@ -51,6 +51,8 @@ class Plan(Fact):
     n_epochs: float
     batch_size: int
     micro_batch_size: int
+    tokens_per_pass: int | None = None
+    "Where nobody asked for a micro-batch: as many tokens as its longest rows have; of shorter ones more rows fit."
     gradient_accumulation_steps: int
     learning_rate: float
     lr_scheduler: Literal["cosine", "linear", "constant", "wsd"]
@@ -115,6 +117,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         n_epochs=epochs,
         batch_size=batch,
         micro_batch_size=micro,
+        tokens_per_pass=_tokens_per_pass(spec, data, max_seq_len, micro),
         gradient_accumulation_steps=batch // micro,
         learning_rate=make_learning_rate(spec, model, why),
         lr_scheduler=asked.lr_scheduler,
@@ -301,16 +304,19 @@ def _fit(
     if not may_share_a_pass(spec.adapter):
         why["micro_batch_size"] = "8-bit layers, prefixes and prompts take one row a pass"
         return 1, checkpointing, offloading
-    if device == "cpu":
-        why["micro_batch_size"] = "on a CPU row after row is fastest: nothing is padded and nothing waits"
-        return 1, checkpointing, offloading
-    longest = min(data.longest_tokens, max_seq_len)
+    longest, busy = min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device]
     divisors = [n for n in range(batch, 0, -1) if batch % n == 0]
-    why["micro_batch_size"] = f"the largest share of the batch that fits, up to {MAX_TOKENS_PER_FORWARD} tokens a pass"
+    why["micro_batch_size"] = f"the largest share of the batch that fits, up to {busy} tokens a pass"
     for micro in divisors:
-        if micro * longest <= MAX_TOKENS_PER_FORWARD and fits(micro, checkpointing, offloading):
+        if micro * longest <= busy and fits(micro, checkpointing, offloading):
             return micro, checkpointing, offloading
     return 1, checkpointing, offloading
+
+
+def _tokens_per_pass(spec: JobSpec, data: DataFacts, max_seq_len: int, micro: int) -> int | None:
+    if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter):
+        return None
+    return micro * min(data.longest_tokens, max_seq_len)
 
 
 def _asked_checkpointing(spec: JobSpec) -> bool | Auto:

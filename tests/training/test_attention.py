@@ -21,8 +21,9 @@ from training.facts import Counts, DataFacts, ModelFacts
 from training.hardware import Gpu, Hardware, find_hardware
 from training.plan import Plan
 from training.plan import make_plan as plan_of
+from training.rank.attention import BY_ROW, find_rows
 from training.rank.data import Example
-from training.rank.loss import compute_logits, make_batch
+from training.rank.loss import compute_logits, make_batch, score
 from training.rank.model import build_model
 from training.rank.source import find_source
 from training.rundir import EXIT_FAILED
@@ -174,30 +175,59 @@ def test_a_row_alone_has_no_mask_and_packed_rows_have_one_of_blocks() -> None:
     assert torch.equal(mask[0, 0], torch.block_diag(*blocks).bool())
 
 
-def kept_bytes(rows: list[Example], shape: tuple[int, ...]) -> int:
-    """What the backward pass keeps of tensors of a shape, each counted once."""
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "mistral", "gemma3", "phi3", "qwen3", "mixtral"])
+def test_row_by_row_is_masked_attention(family: str) -> None:
+    """Values and gradients; the windows of Mistral and Gemma 3 are shorter than the third row."""
+    results = []
+    for attention in ("sdpa", BY_ROW):
+        model = make_model(family, attention=attention)
+        loss, _ = score(model, make_batch(ROWS, CPU))
+        loss.backward()
+        results.append((loss.detach(), [weight.grad for weight in model.parameters()]))
+    (want, want_grads), (got, got_grads) = results
+    torch.testing.assert_close(got, want)
+    for one, other in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+def test_the_rows_are_read_from_the_mask() -> None:
+    mask = mask_of(ROWS)
+    assert mask is not None
+    rows = find_rows(mask)
+    assert rows is not None
+    assert rows.tolist() == [8, 1, 20, 11]
+    ones = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    causal = ones.tril()
+    assert find_rows(causal).tolist() == [6]  # type: ignore[union-attr]
+    window, leak = causal.triu(-2), torch.block_diag(ones[0, 0, :3, :3].tril(), ones[0, 0, :3, :3].tril()).bool()
+    leak[5, 1] = True
+    for other in (window, ones, leak[None, None], causal.float(), causal[:, :, 2:], causal.expand(2, 1, 6, 6)):
+        assert find_rows(other) is None
+
+
+@pytest.mark.parametrize(("attention", "layers"), [("sdpa", 2), (BY_ROW, 0)])
+def test_no_layer_keeps_a_mask(attention: str, layers: int) -> None:
+    """With PyTorch's own each keeps one, in the compute type."""
+    tokens = sum(len(row.input_ids) - 1 for row in ROWS)
     seen: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        if tuple(tensor.shape) == shape:
+        if tuple(tensor.shape) == (1, 1, tokens, tokens):
             seen[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(note(t)) or t, lambda t: t):
-        compute_logits(make_model(), make_batch(rows, CPU))
-    return sum(seen.values())
+        compute_logits(make_model(attention=attention), make_batch(ROWS, CPU))
+    assert sum(seen.values()) == layers * 4 * tokens**2
 
 
-def test_the_forecast_of_the_masks_is_what_the_layers_keep() -> None:
-    tokens = sum(len(row.input_ids) - 1 for row in ROWS)
-    forecast = {}
-    for micro, attention in ((8, "sdpa"), (8, "flash")):
-        hyper = {"micro_batch_size": micro, "batch_size": 8}
-        plan = plan_on((8, 0), attention=attention, precision="bf16", hyperparameters=hyper)
-        forecast[attention] = plan.memory.activations_bytes
-    pass_tokens = 8 * 64
-    flags = pass_tokens**2
-    # Two layers, in bf16; the model here computes in fp32.
-    assert forecast["sdpa"] - forecast["flash"] == 2 * 2 * pass_tokens**2 + flags
-    assert kept_bytes(ROWS, (1, 1, tokens, tokens)) == 2 * 4 * tokens**2
+def test_the_forecast_counts_what_the_lengths_are_made_of() -> None:
+    hyper = {"micro_batch_size": 8, "batch_size": 8}
+    forecast = {
+        attention: plan_on(
+            (8, 0), attention=attention, precision="bf16", hyperparameters=hyper
+        ).memory.activations_bytes
+        for attention in ("sdpa", "flash")
+    }
+    assert forecast["sdpa"] - forecast["flash"] == 8 * (8 * 64) ** 2

@@ -21,6 +21,7 @@ from training.rank.head import find_head
 from training.rank.objective import Scores, Window
 from training.rank.order import cut
 from training.rank.parallel import SingleDevice
+from training.rank.passes import PassLimit
 
 OBJECTIVE = Dpo("truncate", beta=0.3)
 PAIRS = make_pairs(5)
@@ -208,7 +209,7 @@ def test_the_output_head_runs_on_answers_only_and_nothing_is_padded() -> None:
 
 def test_validation_gives_means_over_pairs_however_they_are_cut() -> None:
     parallel = SingleDevice(make_adapted(dropout=0.5), make_plan())
-    results = [evaluate(OBJECTIVE, parallel, PAIRS, size, lambda: False) for size in (1, 2, 5)]
+    results = [evaluate(OBJECTIVE, parallel, PAIRS, PassLimit(size), lambda: False) for size in (1, 2, 5)]
     parallel.model.eval()
     want, _ = train_pass(parallel.model, 1)
     for result in results:

@@ -12,6 +12,7 @@ from training.rank.data import Example
 from training.rank.evaluate import Evaluation, evaluate
 from training.rank.model import build_model
 from training.rank.parallel import SingleDevice
+from training.rank.passes import ROW_BY_ROW, PassLimit
 from training.rank.source import find_source
 from training.rank.supervised import Supervised
 
@@ -36,7 +37,7 @@ def parallel(tmp_path: Path) -> SingleDevice:
 
 
 def evaluate_all(parallel: SingleDevice, rows_per_pass: int) -> Evaluation:
-    result = evaluate(OBJECTIVE, parallel, ROWS, rows_per_pass, lambda: False)
+    result = evaluate(OBJECTIVE, parallel, ROWS, PassLimit(rows_per_pass), lambda: False)
     assert result is not None
     return result
 
@@ -79,5 +80,5 @@ def test_train_mode_random_numbers_and_gradients_stay_as_they_were(parallel: Sin
 
 def test_a_stop_ends_it_without_a_result(parallel: SingleDevice) -> None:
     asked = iter([False, False, True])
-    assert evaluate(OBJECTIVE, parallel, ROWS, 1, lambda: next(asked)) is None
+    assert evaluate(OBJECTIVE, parallel, ROWS, ROW_BY_ROW, lambda: next(asked)) is None
     assert parallel.model.training

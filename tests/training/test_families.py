@@ -245,7 +245,7 @@ def test_lora(family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.Monke
     report = loaded.load_adapter(done.path / "adapter", "default")
     assert not [name for name in report.missing_keys if "lora_" in name]
     assert not report.unexpected_keys
-    assert torch.allclose(logits_of(loaded), done.logits, atol=1e-6)
+    assert torch.allclose(logits_of(loaded), done.logits, atol=1e-5)
     assert not torch.allclose(done.logits, untouched, atol=1e-4)
     merged = logits_of(loaded.merge_and_unload())
     assert torch.allclose(merged, done.logits, atol=1e-3)

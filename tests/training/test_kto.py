@@ -15,13 +15,14 @@ from training.rank.kto import Kto, compute_losses, make_mismatched
 from training.rank.objective import Window
 from training.rank.order import cut
 from training.rank.parallel import SingleDevice
+from training.rank.passes import ROW_BY_ROW, PassLimit
 
 OBJECTIVE = Kto("truncate", beta=0.3, desirable_weight=1.0, undesirable_weight=1.5)
 ROWS = make_labelled([True, False, True, True, False])
 
 
 def open_window(model: Any, rows: list[Labelled], size: int = 1) -> Window:
-    window = OBJECTIVE.open_window(SingleDevice(model, make_plan()), rows, size, lambda: False)
+    window = OBJECTIVE.open_window(SingleDevice(model, make_plan()), rows, PassLimit(size), lambda: False)
     assert window is not None
     return window
 
@@ -180,12 +181,12 @@ def test_a_window_without_one_kind_of_row_has_no_mean_of_it() -> None:
 def test_a_stop_is_heard_between_the_passes_of_the_reference_point() -> None:
     asked = iter([False, False, True])
     parallel = SingleDevice(make_adapted(), make_plan())
-    assert OBJECTIVE.open_window(parallel, ROWS, 1, lambda: next(asked)) is None
+    assert OBJECTIVE.open_window(parallel, ROWS, ROW_BY_ROW, lambda: next(asked)) is None
 
 
 def test_validation_has_one_reference_point_over_all_rows() -> None:
     parallel = SingleDevice(make_adapted(dropout=0.5), make_plan())
-    results = [evaluate(OBJECTIVE, parallel, ROWS, size, lambda: False) for size in (1, 2, 5)]
+    results = [evaluate(OBJECTIVE, parallel, ROWS, PassLimit(size), lambda: False) for size in (1, 2, 5)]
     parallel.model.eval()
     want, _ = train_pass(parallel.model, 1)
     for result in results:

@@ -44,12 +44,12 @@ def test_a_rank_sees_of_the_environment_what_it_needs_and_no_secret() -> None:
     starter = {
         "PATH": "/bin", "HOME": "/root", "HF_TOKEN": "t", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0,1",
         "BURNISH_DATABASE_URL": "postgresql://secret", "BURNISH_MODEL_CACHE": "/cache", "PGPASSWORD": "secret",
-        "AWS_SECRET_ACCESS_KEY": "secret", "OMP_WAIT_POLICY": "ACTIVE",
+        "AWS_SECRET_ACCESS_KEY": "secret", "GOMP_SPINCOUNT": "7",
     }  # fmt: skip
     before = dict(starter)
     assert make_environment(starter) == {
         "PATH": "/bin", "HOME": "/root", "HF_TOKEN": "t", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0,1",
-        "BURNISH_MODEL_CACHE": "/cache", "OMP_WAIT_POLICY": "ACTIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "BURNISH_MODEL_CACHE": "/cache", "GOMP_SPINCOUNT": "7", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "FLASH_ATTENTION_DETERMINISTIC": "1",
         "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip

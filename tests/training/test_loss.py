@@ -12,6 +12,7 @@ from training.rank.apart import find_trial_passes, keeps_rows_apart
 from training.rank.data import Example
 from training.rank.loss import Batch, compute_logits, count_trained, make_batch, score
 from training.rank.order import cut
+from training.rank.passes import PassLimit
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "gpt2", "qwen2"]
@@ -175,10 +176,11 @@ def test_a_long_row_may_change_the_positions_of_a_short_one() -> None:
 
 
 def test_the_trial_passes_are_the_fullest_and_one_of_the_longest_and_the_shortest() -> None:
-    lengths = [[len(row.input_ids) for row in rows] for rows in find_trial_passes(ROWS, 3)]
-    assert lengths == [[20, 15, 12], [20, 2, 7]]
-    assert [len(rows) for rows in find_trial_passes(ROWS, 6)] == [6, 6]
-    assert [[row.line for row in rows] for rows in find_trial_passes(ROWS[:1], 4)] == [[1]]
+    lengths = [[len(row.input_ids) for row in rows] for rows in find_trial_passes(ROWS, PassLimit(3))]
+    assert lengths == [[20, 15, 12], [20, 2]]
+    lengths = [[len(row.input_ids) for row in rows] for rows in find_trial_passes(ROWS, PassLimit(6, 30))]
+    assert lengths == [[15, 12], [20, 2]]
+    assert [[row.line for row in rows] for rows in find_trial_passes(ROWS[:1], PassLimit(4))] == [[1]]
 
 
 def test_models_that_carry_a_state_along_do_not() -> None:

@@ -88,7 +88,8 @@ def test_answers_that_are_compared_with_the_base_are_trained_at_the_rates_of_the
 
 def test_batches_and_epochs_go_by_pieces_of_texts_and_both_sides_of_a_pair_need_memory() -> None:
     assert plan_of("pretrain", batch_size=10, n_epochs=1).steps == 9
-    pair, row = plan_of("dpo", batch_size=4).memory, plan_of("supervised", batch_size=4).memory
+    asked = {"batch_size": 4, "micro_batch_size": 1}
+    pair, row = plan_of("dpo", **asked).memory, plan_of("supervised", **asked).memory
     assert pair.activations_bytes == 2 * row.activations_bytes
     assert pair.logits_bytes == 2 * row.logits_bytes
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from tests.tiny import make_plan
-from training import plan as plan_module
+from training.automatic import make_decay_steps
 from training.errors import SpecError
 from training.rank.optim import build_optimizer, learning_rate_at
 from training.rank.parallel import SingleDevice
@@ -55,7 +55,7 @@ def test_wsd_is_that_of_transformers_with_its_decay_by_the_square_root(warmup_st
 @pytest.mark.parametrize(("asked", "decay_steps"), [({}, 4), ({"decay_ratio": 0.5}, 10), ({"decay_ratio": 1.0}, 19)])
 def test_the_share_of_the_decay_is_of_the_whole_run_and_leaves_the_warm_up(asked: Any, decay_steps: int) -> None:
     hyper = Hyperparameters(lr_scheduler="wsd", max_steps=20, **asked)
-    assert plan_module._decay_steps(hyper, 20, {}) == decay_steps
+    assert make_decay_steps(hyper, 20, {}) == decay_steps
 
 
 def test_a_share_of_decay_belongs_to_wsd() -> None:

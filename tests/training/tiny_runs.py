@@ -44,7 +44,8 @@ def make_job(
     method: str = "supervised",
     **more: Any,
 ) -> dict[str, Any]:
-    """A body with a model and files of its own in `folder`: two epochs of three windows, the last one smaller."""
+    """A body with a model and files of its own in `folder`: two epochs of three windows, the last one smaller; a row a
+    pass where no micro-batch is asked for."""
     hyper = {
         "n_epochs": 2,
         "batch_size": 4,
@@ -53,6 +54,8 @@ def make_job(
         "save_steps": 2,
         **more.pop("hyper", {}),
     }
+    if "gradient_accumulation_steps" not in hyper:
+        hyper.setdefault("micro_batch_size", 1)
     base = folder / "base"
     return make_body(
         base if base.exists() else save_model(base, family, tied=tied),

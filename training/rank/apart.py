@@ -1,25 +1,36 @@
 """Whether a model computes rows laid end to end as it computes each by itself: tried, before anything is trained."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from training.rank.data import Trained, sequences_of
-from training.rank.loss import NO_LABEL, compute_logits, count_tokens, count_trained, make_batch
+from training.rank.loss import NO_LABEL, compute_logits, count_trained, make_batch
 from training.rank.model import forward_names, get_base
+from training.rank.passes import PassLimit, make_passes
 from training.rank.sieve import Example
 
 COMPARED_PLACES = 8
 
 
-def find_trial_passes(examples: Sequence[Trained], rows_per_pass: int) -> list[list[Example]]:
+def find_trial_passes(examples: Sequence[Trained], limit: PassLimit) -> list[list[Example]]:
     """The pass with the most tokens, and one with the longest row beside the shortest: attention in chunks depends on
     where in a pass a row stands, and some positional encodings on the longest row of a pass."""
-    by_length = sorted(examples, key=lambda example: -count_tokens(example.sequences))
-    fullest = by_length[:rows_per_pass]
-    mixed = [by_length[0], *by_length[1:][::-1][: rows_per_pass - 1]]
+    by_length = sorted(examples, key=lambda example: -example.pass_tokens)
+    fullest = max(make_passes(by_length, limit), key=lambda rows: sum(row.pass_tokens for row in rows))
+    mixed = [by_length[0], *by_length[1:][-1:]]
     return [sequences_of(fullest), *([sequences_of(mixed)] if mixed != fullest else [])]
+
+
+def depends_on_length(config: Any) -> bool:
+    """Whether positions or attention are others in a long pass than in a short one, by the model's config."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    layers = set(getattr(text, "layer_types", None) or ())
+    return bool(kinds & {"longrope", "dynamic"} or layers - {"full_attention", "sliding_attention"})
 
 
 def keeps_rows_apart(model: nn.Module, device: torch.device, passes: Sequence[Sequence[Example]] = ()) -> bool:

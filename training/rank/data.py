@@ -26,6 +26,10 @@ class Trained(Protocol):
     @property
     def sequences(self) -> tuple[Example, ...]: ...
 
+    @property
+    def pass_tokens(self) -> int:
+        """How many tokens it takes of a pass."""
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -41,6 +45,11 @@ class Pair:
     @property
     def sequences(self) -> tuple[Example, ...]:
         return self.chosen, self.rejected
+
+    @property
+    def pass_tokens(self) -> int:
+        """Chosen and rejected sides have passes of their own."""
+        return max(self.chosen.pass_tokens, self.rejected.pass_tokens)
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,10 @@ class Labelled:
     @property
     def sequences(self) -> tuple[Example, ...]:
         return (self.row,)
+
+    @property
+    def pass_tokens(self) -> int:
+        return self.row.pass_tokens
 
     def with_answer_of(self, other: Example) -> Example:
         """The prompt of this row with the answer of another, cut as all rows are. Something of that is left, since

@@ -12,6 +12,7 @@ from training.rank.data import Pair, Prepared, prepare_pairs
 from training.rank.loss import log_probabilities
 from training.rank.objective import Scores, Sums, Window, judging
 from training.rank.parallel import Parallel
+from training.rank.passes import PassLimit
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Dpo:
         self,
         parallel: Parallel,  # noqa: ARG002 - nothing has to be computed beforehand
         examples: Sequence[Pair],
-        rows_per_pass: int,  # noqa: ARG002
+        limit: PassLimit,  # noqa: ARG002
         stop_asked: Callable[[], bool],  # noqa: ARG002
     ) -> Window | None:
         return Window(self.weigh(examples))

@@ -7,8 +7,8 @@ import torch
 
 from training.rank.data import Trained
 from training.rank.objective import Objective, Totals
-from training.rank.order import cut
 from training.rank.parallel import Parallel
+from training.rank.passes import PassLimit, make_passes
 from training.rank.random_state import RandomState
 
 
@@ -25,7 +25,7 @@ def evaluate(
     objective: Objective,
     parallel: Parallel,
     examples: Sequence[Trained],
-    rows_per_pass: int,
+    limit: PassLimit,
     stop_asked: Callable[[], bool],
 ) -> Evaluation | None:
     """Evaluate without dropout; the train mode and the random numbers of the training stay as they were. None where a
@@ -35,10 +35,10 @@ def evaluate(
     totals = Totals()
     model.eval()
     try:
-        window = objective.open_window(parallel, examples, rows_per_pass, stop_asked)
+        window = objective.open_window(parallel, examples, limit, stop_asked)
         if window is None:
             return None
-        for rows in cut(examples, rows_per_pass):
+        for rows in make_passes(examples, limit):
             if stop_asked():
                 return None
             with parallel.compute():

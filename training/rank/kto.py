@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from training.rank.data import Example, Labelled, Prepared, prepare_labelled
 from training.rank.loss import log_probabilities
 from training.rank.objective import Scores, Sums, Window, judging
-from training.rank.order import cut
 from training.rank.parallel import Parallel
+from training.rank.passes import PassLimit, make_passes
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Kto:
         return len(examples)
 
     def open_window(
-        self, parallel: Parallel, examples: Sequence[Labelled], rows_per_pass: int, stop_asked: Callable[[], bool]
+        self, parallel: Parallel, examples: Sequence[Labelled], limit: PassLimit, stop_asked: Callable[[], bool]
     ) -> Window | None:
         moved = torch.zeros((), dtype=torch.float64, device=parallel.device)
-        for rows in cut(make_mismatched(examples), rows_per_pass):
+        for rows in make_passes(make_mismatched(examples), limit):
             if stop_asked():
                 return None
             with parallel.compute():

@@ -19,8 +19,9 @@ from training.rank.evaluate import evaluate
 from training.rank.loss import count_tokens, count_trained
 from training.rank.objective import Objective, Totals
 from training.rank.optim import learning_rate_at
-from training.rank.order import cut, epochs_done, make_window
+from training.rank.order import epochs_done, make_window
 from training.rank.parallel import Parallel
+from training.rank.passes import PassLimit, make_passes
 from training.rank.random_state import RandomState
 from training.rank.stability import (
     MAX_ROLLBACKS,
@@ -38,14 +39,14 @@ from training.rundir import checkpoint_name, verify
 
 @dataclass(frozen=True)
 class Run:
-    """All that a run consists of. `rows_per_pass` is the micro-batch, or 1 where the model cannot take several rows."""
+    """All that a run consists of. `limit` is the plan's, or a row a pass where the model cannot take several."""
 
     plan: Plan
     objective: Objective
     parallel: Parallel
     examples: Sequence[Trained]
     validation: Sequence[Trained]
-    rows_per_pass: int
+    limit: PassLimit
     workload: Workload
     events: EventLog
     checkpoints: Checkpoints
@@ -81,7 +82,7 @@ def take_step(run: Run) -> bool:
     rows = [run.examples[row] for row in make_window(len(run.examples), run.plan.batch_size, run.plan.seed, step)]
     sequences = sequences_of(rows)
     tokens, trained_tokens = count_tokens(sequences), count_trained(sequences)
-    work = run.workload.of_window(rows, run.rows_per_pass)
+    work = run.workload.of_window(rows, run.limit)
     while (measured := measure(run, rows)) is not None and overflowed(run, measured.train_loss, measured.grad_norm):
         random.restore()
         run.progress.flops += work.done
@@ -137,11 +138,11 @@ def accumulate(
 ) -> tuple[dict[str, float], list[tuple[Sequence[Trained], Tensor]]] | None:
     """The loss and other metrics of a window, and the mean loss of each pass, its gradient left on the weights; None
     where a stop was asked for on the way."""
-    window = run.objective.open_window(run.parallel, rows, run.rows_per_pass, run.stop.asked)
+    window = run.objective.open_window(run.parallel, rows, run.limit, run.stop.asked)
     if window is None:
         return None
     totals = Totals()
-    parts = list(cut(rows, run.rows_per_pass))
+    parts = list(make_passes(rows, run.limit))
     passes = []
     for number, part in enumerate(parts, 1):
         if run.stop.asked():
@@ -262,7 +263,7 @@ def evaluate_when_due(run: Run) -> bool:
     if not evaluation_due(run):
         return False
     begun = time.perf_counter()
-    result = evaluate(run.objective, run.parallel, run.validation, run.rows_per_pass, run.stop.asked)
+    result = evaluate(run.objective, run.parallel, run.validation, run.limit, run.stop.asked)
     if result is None:
         return False
     run.progress.seconds += time.perf_counter() - begun

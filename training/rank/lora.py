@@ -131,6 +131,10 @@ def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> n
         init_lora_weights="pissa" if adapter.init == "pissa" else True,
         fan_in_fan_out=any(is_conv1d(module) for module in model.modules()),
     )
+    if adapter.type == "lora":
+        from training.rank.low_rank import LowRankLinear
+
+        config._register_custom_module({torch.nn.Linear: LowRankLinear})
     torch.manual_seed(seed)
     adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     config.base_model_name_or_path = source.name

@@ -10,7 +10,7 @@ from training.adapter import Adapter
 from training.facts import Matmuls
 from training.rank.adapters import ia3_layers
 from training.rank.experts import list_stacks
-from training.rank.lora import find_layers, find_saved_modules, find_targets, list_linear, width_of
+from training.rank.lora import find_saved_modules, find_targets, list_linear, width_of
 
 BLOCK = re.compile(r".*?\.\d+(?=\.)")
 """The name of a decoder layer at the beginning of the names in it."""
@@ -28,7 +28,7 @@ def count_matmuls(model: Any, adapter: Adapter, arguments: frozenset[str]) -> Ma
     sizes = _list_products(model)
     head = next((name for name, module in linear.items() if module is model.get_output_embeddings()), None)
     body = {name: size for name, size in sizes.items() if name != head}
-    low_rank = find_layers(model, adapter) if adapter.is_low_rank else set()
+    low_rank = find_targets(model, adapter)[0] if adapter.is_low_rank else set()
     ranks = {name: adapter.r * sum(width_of(linear[name])) for name in sizes if name in low_rank}
     stacks = _list_adapted_stacks(model, adapter)
     # Of a stack the sum of weight and adapter has a gradient.
@@ -81,7 +81,9 @@ def _adapted(model: nn.Module, adapter: Adapter) -> set[str]:
     match adapter.type:
         case "lora" | "qlora":
             saved = tuple(find_saved_modules(model, adapter))
-            return find_layers(model, adapter) | {name for name in linear if _inside(name, saved)}
+            layers, stacks = find_targets(model, adapter)
+            layers |= {name.rpartition(".")[0] for name in stacks}
+            return layers | {name for name in linear if _inside(name, saved)}
         case "ia3":
             return set(ia3_layers(model, adapter))
         case _:
@@ -135,10 +137,12 @@ def _find_last(model: nn.Module, body: dict[str, int]) -> set[str]:
 
 
 def _spared(module: Any, is_adapted: bool, size: int, adapter: Adapter) -> int:
-    """Of an adapted layer only the adapter's second matrix comes last; DoRA needs its result."""
+    """Of an adapted layer only the adapter's second matrix comes last; DoRA needs its result, and our own layer
+    (low_rank.py) computes all at once."""
     if not is_adapted:
         return size
-    return 0 if adapter.use_dora else adapter.r * width_of(module)[1]
+    at_once = type(module) is nn.Linear and adapter.type == "lora" and not adapter.dropout
+    return 0 if adapter.use_dora or at_once else adapter.r * width_of(module)[1]
 
 
 def _first_matrix(linear: dict[str, Any], name: str, ranks: dict[str, int], adapter: Adapter) -> int:

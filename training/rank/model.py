@@ -13,6 +13,7 @@ from training.errors import ModelError, SpecError
 from training.facts import ModelFacts
 from training.plan import Plan
 from training.rank.adapters import add_adapter, count_trained
+from training.rank.attention import BY_ROW
 from training.rank.experts import list_stacks
 from training.rank.lora import find_targets
 from training.rank.matmuls import count_matmuls
@@ -24,7 +25,7 @@ from training.rank.source import Source
 CHANGERS_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_logits_scale")
 """Names in a config that say that something is done to the logits after the output head."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
+ATTENTION = {"sdpa": BY_ROW, "flash": "flash_attention_2", "eager": "eager"}
 """The names that transformers has for them."""
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from training.rank.data import Prepared
 from training.rank.parallel import Parallel
+from training.rank.passes import PassLimit
 from training.rank.reference import as_reference
 
 Sums = Mapping[str, float]
@@ -45,7 +46,7 @@ class Objective(Protocol):
         """What the summed loss of examples is divided by: their trained tokens, or how many they are."""
 
     def open_window(
-        self, parallel: Parallel, examples: Sequence[Any], rows_per_pass: int, stop_asked: Callable[[], bool]
+        self, parallel: Parallel, examples: Sequence[Any], limit: PassLimit, stop_asked: Callable[[], bool]
     ) -> Window | None:
         """None where a stop was asked for on the way."""
 

@@ -18,6 +18,10 @@ class Pack:
     def line(self) -> int:
         return self.sequences[0].line
 
+    @property
+    def pass_tokens(self) -> int:
+        return sum(sequence.pass_tokens for sequence in self.sequences)
+
 
 def pack(prepared: Prepared, spec: JobSpec, context_tokens: int | None) -> Prepared:
     rows = sequences_of(prepared.examples)

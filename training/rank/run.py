@@ -19,7 +19,7 @@ from training.extending import require_target
 from training.flops import tokens_per_parameter
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
-from training.rank.apart import find_trial_passes, keeps_rows_apart
+from training.rank.apart import depends_on_length, find_trial_passes, keeps_rows_apart
 from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress, load_weights
 from training.rank.determinism import require_same_bits, train_once
 from training.rank.early_stopping import patience_is_out
@@ -30,6 +30,7 @@ from training.rank.lock import lock
 from training.rank.loop import Run, train
 from training.rank.model import DTYPES, base_dtype, build_model, cast_weights, get_base, make_facts
 from training.rank.parallel import SingleDevice
+from training.rank.passes import ROW_BY_ROW, PassLimit
 from training.rank.peak import measure_peak
 from training.rank.reference import add_reference
 from training.rank.start import load_start
@@ -156,16 +157,16 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, workload: Workload, found:
         load_checkpoint(found, parallel)
     with parallel.compute():
         find_head(get_base(model))  # tries the model once, which is not to count with the first step
-    rows_per_pass = _rows_per_pass(this, parallel, plan, inputs)
+    limit = _make_pass_limit(this, parallel, plan, inputs)
     if plan.device == "cuda":
-        _require_same_bits(this, parallel, rows_per_pass)
+        _require_same_bits(this, parallel, limit)
     return Run(
         plan=plan,
         objective=inputs.objective,
         parallel=parallel,
         examples=inputs.training.examples,
         validation=inputs.validation.examples if inputs.validation else [],
-        rows_per_pass=rows_per_pass,
+        limit=limit,
         workload=workload,
         events=this.events,
         checkpoints=checkpoints,
@@ -174,28 +175,31 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, workload: Workload, found:
     )
 
 
-def _rows_per_pass(this: Attempt, parallel: SingleDevice, plan: Plan, inputs: Inputs) -> int:
-    """The micro-batch; 1 where the model cannot tell rows apart, which changes the speed and not the result. Raises
-    SpecError where rows are to be packed all the same."""
-    if plan.micro_batch_size == 1 and not plan.packing:
-        return 1
+def _make_pass_limit(this: Attempt, parallel: SingleDevice, plan: Plan, inputs: Inputs) -> PassLimit:
+    """The plan's; a row a pass where the model cannot tell rows apart, which changes the speed and not the result.
+    Raises SpecError where rows are to be packed all the same."""
+    limit = PassLimit(plan.batch_size if plan.tokens_per_pass else plan.micro_batch_size, plan.tokens_per_pass)
+    if limit == ROW_BY_ROW and not plan.packing:
+        return ROW_BY_ROW
     spec = inputs.spec
     if may_share_a_pass(spec.adapter):
-        passes = find_trial_passes(inputs.training.examples, plan.micro_batch_size)
+        # On a CPU whole passes take seconds: there they are tried where something hangs on their length.
+        is_long = plan.device == "cuda" or depends_on_length(inputs.config)
+        passes = find_trial_passes(inputs.training.examples, limit) if is_long else []
         with parallel.compute():
             if keeps_rows_apart(parallel.model, parallel.device, passes):
-                return plan.micro_batch_size
+                return limit
     if plan.packing:
         param = f"{spec.hyperparameters_path}.packing"
         message = f"{param}: this kind of model or adapter mixes up rows of one sequence; set it to false"
         raise SpecError(message, param=param)
     message = "this kind of model mixes up rows of one pass; each row gets a pass of its own"
     this.events.append("warning", this.progress.step, {"message": message, "code": "row_by_row"})
-    return 1
+    return ROW_BY_ROW
 
 
-def _require_same_bits(this: Attempt, parallel: SingleDevice, rows_per_pass: int) -> None:
-    lacking = require_same_bits(parallel.model, lambda: train_once(parallel, rows_per_pass))
+def _require_same_bits(this: Attempt, parallel: SingleDevice, limit: PassLimit) -> None:
+    lacking = require_same_bits(parallel.model, lambda: train_once(parallel, limit.rows))
     if lacking is not None:
         message = f"{lacking}: if this run is interrupted, what it comes to may differ in the last bits"
         this.events.append("warning", this.progress.step, {"message": message, "code": "not_deterministic"})

@@ -23,6 +23,10 @@ class Example:
     def sequences(self) -> "tuple[Example, ...]":
         return (self,)
 
+    @property
+    def pass_tokens(self) -> int:
+        return len(self.input_ids)
+
 
 @dataclass
 class _Lines:

@@ -11,6 +11,7 @@ from training.rank.data import Prepared, Trained, prepare, prepare_texts, sequen
 from training.rank.loss import count_trained, make_batch, score
 from training.rank.objective import Scores, Sums, Window
 from training.rank.parallel import Parallel
+from training.rank.passes import PassLimit
 
 
 class _NextToken:
@@ -23,7 +24,7 @@ class _NextToken:
         self,
         parallel: Parallel,  # noqa: ARG002 - nothing has to be computed beforehand
         examples: Sequence[Trained],
-        rows_per_pass: int,  # noqa: ARG002
+        limit: PassLimit,  # noqa: ARG002
         stop_asked: Callable[[], bool],  # noqa: ARG002
     ) -> Window | None:
         return Window(self.weigh(examples))

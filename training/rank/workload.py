@@ -11,7 +11,7 @@ from training.plan import Plan
 from training.rank.data import Labelled, Pair, Trained, sequences_of
 from training.rank.kto import make_mismatched
 from training.rank.loss import NO_LABEL, count_trained
-from training.rank.order import cut
+from training.rank.passes import PassLimit, make_passes
 from training.rank.sieve import Example
 
 
@@ -21,12 +21,12 @@ class Workload:
     plan: Plan
     adapter: Adapter
 
-    def of_window(self, rows: Sequence[Trained], rows_per_pass: int) -> Work:
+    def of_window(self, rows: Sequence[Trained], limit: PassLimit) -> Work:
         """All passes of a step, those over the reference among them."""
-        plan, passes = self.plan, list(_make_passes(self.plan.method, rows, rows_per_pass))
+        plan, passes = self.plan, list(_list_passes(self.plan.method, rows, limit))
         others: list[Sequence[Example]] = []
         if plan.method == "kto":
-            others = list(cut(make_mismatched(cast(Sequence[Labelled], rows)), rows_per_pass))
+            others = list(make_passes(make_mismatched(cast(Sequence[Labelled], rows)), limit))
         return count_training(
             self.matmuls, self._load(passes), checkpointing=plan.gradient_checkpointing
         ) + count_references(
@@ -52,8 +52,8 @@ def used_tokens(row: Example) -> int:
     return next((place for place in range(len(row.labels) - 1, 0, -1) if row.labels[place] != NO_LABEL), 0)
 
 
-def _make_passes(method: str, rows: Sequence[Trained], rows_per_pass: int) -> Iterator[Sequence[Example]]:
-    for part in cut(rows, rows_per_pass):
+def _list_passes(method: str, rows: Sequence[Trained], limit: PassLimit) -> Iterator[Sequence[Example]]:
+    for part in make_passes(rows, limit):
         if method == "dpo":
             pairs = cast(Sequence[Pair], part)
             yield [pair.chosen for pair in pairs]

@@ -1,0 +1,53 @@
+"""PyTorch's fused attention for rows that lie end to end in one pass: each row by itself, with no mask.
+
+With a mask the kernels compute all pairs of places, most of them for nothing, and each layer keeps the mask, a number
+for each pair. Which rows there are is read from the mask that transformers makes; where that is more than rows of plain
+causal attention, such as a window shorter than a row, it is left to do its work.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+BY_ROW = "sdpa_by_row"
+"""As transformers knows it."""
+
+
+def find_rows(mask: Tensor) -> Tensor | None:
+    """The lengths of the rows that a mask (1, 1, places, places), true where a place is seen, keeps apart; None where
+    it is anything else than causal attention within rows."""
+    if mask.dtype != torch.bool or mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3]:
+        return None
+    seen, places = mask[0, 0], torch.arange(mask.shape[2], device=mask.device)
+    begins = seen.int().argmax(-1) == places
+    first = torch.where(begins, places, 0).cummax(0).values
+    if not torch.equal(seen, (places <= places.unsqueeze(1)) & (places >= first.unsqueeze(1))):
+        return None
+    edges = torch.cat([places[begins], places.new_tensor([len(places)])])
+    return edges.diff()
+
+
+def _make_mask(*arguments: Any, **more: Any) -> Tensor | None:
+    """What layers are given in the place of a mask: the lengths of rows, a real mask, or None for one row."""
+    mask: Tensor | None = sdpa_mask(*arguments, **more)
+    rows = None if mask is None else find_rows(mask)
+    return mask if rows is None else rows.cpu()
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+) -> tuple[Tensor, None]:
+    """Query, key and value are (1, heads, places, size of a head); the result is (1, places, heads, size)."""
+    if attention_mask is None or attention_mask.ndim != 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+    lengths = attention_mask.tolist()
+    parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    return torch.cat([sdpa_attention_forward(module, *part, None, **more)[0] for part in parts], dim=1), None
+
+
+AttentionInterface.register(BY_ROW, _attend)
+AttentionMaskInterface.register(BY_ROW, _make_mask)
