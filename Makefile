@@ -7,6 +7,8 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 PYTEST_ARGS ?=
+TURNS ?= 3
+STEPS ?= 10
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -58,6 +60,10 @@ check: setup ## Check style, types and who imports whom
 format: setup ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+.PHONY: bench-train
+bench-train: setup ## Train beside TRL and a plain loop, in turn (a quarter of an hour; TURNS, STEPS)
+	$(BIN)/python -m benchmarks.train --turns $(TURNS) --steps $(STEPS)
 
 .PHONY: constraints
 constraints: setup ## Pin in constraints.txt what is installed now

@@ -35,7 +35,7 @@ from training.spec import (
 
 GIB = 2**30
 DEFAULT_SEED = 0
-BUSY_TOKENS = {"cuda": 8192, "cpu": 512}
+BUSY_TOKENS = {"cuda": 8192, "cpu": 384}
 """Where a device is busy with rows of usual models; more in one pass cost memory and gain little."""
 
 
@@ -117,7 +117,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         n_epochs=epochs,
         batch_size=batch,
         micro_batch_size=micro,
-        tokens_per_pass=_tokens_per_pass(spec, data, max_seq_len, micro),
+        tokens_per_pass=_tokens_per_pass(spec, device, data, max_seq_len, micro),
         gradient_accumulation_steps=batch // micro,
         learning_rate=make_learning_rate(spec, model, why),
         lr_scheduler=asked.lr_scheduler,
@@ -313,10 +313,10 @@ def _fit(
     return 1, checkpointing, offloading
 
 
-def _tokens_per_pass(spec: JobSpec, data: DataFacts, max_seq_len: int, micro: int) -> int | None:
+def _tokens_per_pass(spec: JobSpec, device: str, data: DataFacts, max_seq_len: int, micro: int) -> int | None:
     if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter):
         return None
-    return micro * min(data.longest_tokens, max_seq_len)
+    return min(micro * min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device])
 
 
 def _asked_checkpointing(spec: JobSpec) -> bool | Auto:

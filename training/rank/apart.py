@@ -42,45 +42,50 @@ def keeps_rows_apart(model: nn.Module, device: torch.device, passes: Sequence[Se
     training = model.training
     model.eval()
     try:
-        pair = [_probe(3), _probe(19)]
-        return not _sees_first(model, device, pair) and all(
-            _same_alone(model, device, [_last_places(row) for row in rows]) for rows in (pair, *passes)
+        return _keeps_pair_apart(model, device) and all(
+            _same_alone(model, device, [_last_places(row) for row in rows]) for rows in passes
         )
     finally:
         model.train(training)
 
 
-def _sees_first(model: nn.Module, device: torch.device, pair: list[Example]) -> bool:
-    """Whether the second row has a gradient to the first. Equal logits beside other rows would say less: experts round
-    by how many tokens they get."""
+def _keeps_pair_apart(model: nn.Module, device: torch.device) -> bool:
+    """Whether a second row has no gradient to the first, and the logits that it has alone. Equal logits beside other
+    rows would say less: experts round by how many tokens they get."""
+    first, second = _probe(3), _probe(19)
     seen: list[Tensor] = []
 
     def remember(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
         seen.append(embedded.detach().requires_grad_())
         return seen[0]
 
-    batch = make_batch(pair, device)
+    batch = make_batch([first, second], device)
     hook = get_base(model).get_input_embeddings().register_forward_hook(remember)  # type: ignore[operator]
     try:
         with torch.enable_grad():
-            logits = compute_logits(model, batch)[-7:].float()
+            logits = compute_logits(model, batch)[-7:]
     finally:
         hook.remove()
-    (gradient,) = torch.autograd.grad(logits.square().sum(), seen[0])
-    first = len(pair[0].input_ids) - 1
-    return bool(gradient[0, :first].any())
+    (gradient,) = torch.autograd.grad(logits.float().square().sum(), seen[0])
+    if gradient[0, : len(first.input_ids) - 1].any():
+        return False
+    with torch.no_grad():
+        return _is_same(logits.detach(), compute_logits(model, make_batch([second], device)))
 
 
 @torch.no_grad()
 def _same_alone(model: nn.Module, device: torch.device, rows: list[Example]) -> bool:
     together = compute_logits(model, make_batch(rows, device)).split([count_trained([row]) for row in rows])
     for row, beside in zip(rows, together, strict=True):
-        alone = compute_logits(model, make_batch([row], device)).float()
-        # The median over the places: where experts are all but tied, rounding alone may choose another one.
-        apart = (beside.float() - alone).abs().mean(-1).median() / alone.std()
-        if not float(apart) < (1e-4 if beside.dtype == torch.float32 else 5e-2):
+        if not _is_same(beside, compute_logits(model, make_batch([row], device))):
             return False
     return True
+
+
+def _is_same(beside: Tensor, alone: Tensor) -> bool:
+    """By the median over the places: where experts are all but tied, rounding alone may choose another one."""
+    apart = (beside.float() - alone.float()).abs().mean(-1).median() / alone.float().std()
+    return float(apart) < (1e-4 if beside.dtype == torch.float32 else 5e-2)
 
 
 def _last_places(row: Example) -> Example:

@@ -1,0 +1,1 @@
+"""Benchmarks: us and a peer, or the limit, in turn in one run. `make bench-train`."""
