@@ -35,7 +35,7 @@ from training.spec import (
 
 GIB = 2**30
 DEFAULT_SEED = 0
-BUSY_TOKENS = {"cuda": 8192, "cpu": 384}
+BUSY_TOKENS = {"cuda": 8192, "cpu": 448}
 """Where a device is busy with rows of usual models; more in one pass cost memory and gain little."""
 
 

@@ -118,10 +118,10 @@ def test_automatic_epochs_keep_the_examples_between_a_hundred_and_25000(rows: in
 @pytest.mark.parametrize(
     ("rows", "asked", "batch", "micro"),
     [
-        (2, {}, 2, 1),
-        (100, {}, 4, 1),
-        (5000, {}, 10, 1),
-        (10**6, {}, 32, 1),
+        (2, {}, 2, 2),
+        (100, {}, 4, 2),
+        (5000, {}, 10, 2),
+        (10**6, {}, 32, 2),
         (100, {"micro_batch_size": 3}, 6, 3),
         (100, {"gradient_accumulation_steps": 5}, 5, 1),
         (100, {"micro_batch_size": 3, "gradient_accumulation_steps": 5}, 15, 3),
@@ -135,9 +135,9 @@ def test_batch_is_micro_batch_times_accumulation(rows: int, asked: dict[str, int
 
 
 def test_shorter_rows_share_a_pass_unless_a_micro_batch_was_asked_for() -> None:
-    """On a CPU, which 384 tokens keep busy."""
-    assert plan_for(longest=150).tokens_per_pass == 2 * 150
-    assert plan_for(longest=600).tokens_per_pass == 384, "a longer row has a pass of its own"
+    """On a CPU, which 448 tokens keep busy."""
+    assert plan_for(longest=100).tokens_per_pass == 4 * 100
+    assert plan_for(longest=600).tokens_per_pass == 448, "a longer row has a pass of its own"
     for asked in ({"micro_batch_size": 2}, {"gradient_accumulation_steps": 2}):
         assert plan_for(hyper=asked).tokens_per_pass is None
     assert plan_for(adapter={"type": "prompt"}).tokens_per_pass is None
