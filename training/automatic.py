@@ -49,13 +49,19 @@ def make_batch_size(spec: JobSpec, rows: int, why: dict[str, str]) -> int:
     asked = spec.hyper
     if asked.batch_size != "auto":
         return asked.batch_size
-    unit = math.lcm(*(n for n in (asked.micro_batch_size, asked.gradient_accumulation_steps) if n != "auto"))
-    if "auto" not in (asked.micro_batch_size, asked.gradient_accumulation_steps):
-        why["batch_size"] = "micro_batch_size x gradient_accumulation_steps"
-        return int(asked.micro_batch_size) * int(asked.gradient_accumulation_steps)
+    cuts = [n for n in (asked.micro_batch_size, asked.gradient_accumulation_steps) if n != "auto"]
+    ranks = spec.layout.data
+    if len(cuts) == 2:
+        why["batch_size"] = "micro_batch_size x gradient_accumulation_steps" + (
+            f" x {ranks} ranks" if ranks > 1 else ""
+        )
+        return math.prod(cuts) * ranks
+    unit = math.prod(cuts) * ranks
     least = 16 if spec.method.type == "kto" else 4
     wanted = min(max(least, round(0.002 * rows)), 32, rows)
     why["batch_size"] = f"0.2% of the rows, from {least} to 32"
+    if unit > 1:
+        why["batch_size"] += f", rounded up to a multiple of {unit}"
     return math.ceil(wanted / unit) * unit
 
 

@@ -22,6 +22,10 @@ class BurnishError(Exception):
         if code is not None:
             self.code = code
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel between the ranks of a run."""
+        return _remake, (type(self), self.message, self.param, self.code)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "code": self.code,
@@ -30,6 +34,10 @@ class BurnishError(Exception):
             "fault": self.fault,
             "retryable": self.retryable,
         }
+
+
+def _remake(kind: type[BurnishError], message: str, param: str | None, code: str) -> BurnishError:
+    return kind(message, param=param, code=code)
 
 
 class SpecError(BurnishError):
@@ -65,6 +73,14 @@ class TrainingError(BurnishError):
 
     code = "training_failed"
     fault: Fault = "config"
+
+
+class RankDiedError(BurnishError):
+    """One of the processes of a run ended without a word, or did not answer the others."""
+
+    code = "rank_died"
+    fault: Fault = "infrastructure"
+    retryable = True
 
 
 class StorageError(BurnishError):

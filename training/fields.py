@@ -32,9 +32,9 @@ def not_together(part: BaseModel, first: str, second: str) -> None:
         raise at(second, f"not together with {first}; leave one of the two out")
 
 
-def at(field: str, message: str) -> PydanticCustomError:
+def at(field: str, message: str, code: str = "invalid_value") -> PydanticCustomError:
     """An error of a whole object that belongs to one of its fields."""
-    return PydanticCustomError("burnish", "{message}", {"message": message, "field": field})
+    return PydanticCustomError("burnish", "{message}", {"message": message, "field": field, "code": code})
 
 
 def _number(

@@ -14,12 +14,24 @@ from training.errors import SpecError
 from training.events import Event, read_events
 from training.extending import require_same_run
 from training.flops import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
-from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
+from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, TIMEOUT_SETTING, RunDir, write_json
 from training.spec import JobSpec, load_spec, parse_spec
 
 POLL_S = 0.2
 KEPT = {
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "LANG", "TMPDIR", "VIRTUAL_ENV", "BURNISH_MODEL_CACHE"),
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "TZ",
+        "LANG",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "BURNISH_MODEL_CACHE",
+        TIMEOUT_SETTING,
+    ),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 }
 KEPT_PREFIXES = (
@@ -40,9 +52,12 @@ DEFAULTS = {
 
 
 def make_command(run_dir: Path, attempt: int, *, base_name: str | None = None, plan_only: bool = False) -> list[str]:
-    """The argv of the rank of a run. `base_name` is what the adapter's config calls its base, where that is not what
-    the spec names: a service's users know a model by its name, not by its folder."""
-    command = [sys.executable, "-m", "training.rank", str(run_dir), "--attempt", str(attempt)]
+    """The argv of the rank of a run, or of what starts its ranks where there are several. `base_name` is what the
+    adapter's config calls its base, where that is not what the spec names: a service's users know a model by its name,
+    not by its folder."""
+    ranks = 1 if plan_only else _count_ranks(RunDir(run_dir))
+    start = ["training.rank"] if ranks == 1 else ["training.rank.torchrun", "--ranks", str(ranks)]
+    command = [sys.executable, "-m", *start, str(run_dir), "--attempt", str(attempt)]
     command += ["--base-name", base_name] if base_name is not None else []
     return [*command, "--plan-only"] if plan_only else command
 
@@ -183,6 +198,14 @@ def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _count_ranks(run_dir: RunDir) -> int:
+    """Of a spec that cannot be read one: it finds that again, and tells it."""
+    try:
+        return load_spec(run_dir.spec).layout.ranks
+    except SpecError:
+        return 1
 
 
 def _tell_death(code: int, run_dir: RunDir) -> None:

@@ -3,6 +3,7 @@
 import math
 
 from training.adapter import Adapter
+from training.devices import SHARDS_WEIGHTS
 from training.facts import DataFacts, Fact, ModelFacts
 from training.spec import JobSpec, NextTokenHyperparameters
 
@@ -36,7 +37,7 @@ def forecast_memory(
     gradient_checkpointing: bool,
     activation_offloading: bool = False,
 ) -> Memory:
-    """Bytes by part on the device.
+    """Bytes by part on each device.
 
     Model states as in ZeRO (Rajbhandari et al. 2020, section 3.1): what is trained is kept in fp32 with its gradient
     and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations are counted as Korthikanti
@@ -46,7 +47,9 @@ def forecast_memory(
     computed. Eager attention keeps of each head the scores, their softmax in fp32 and that in the compute type, over
     all tokens of the pass. One quantised layer at a time is unpacked. Of adapted experts in stacks the sum of weight
     and adapter is kept, and a layer's gradient. An adapter that a preference method compares with is kept in fp32
-    beside the trained one.
+    beside the trained one. Where ranks each keep a part of the weights, so they do of gradients and moments (ZeRO stage
+    3, section 3.1); what is gathered for a moment counts as activations: embeddings and head, and two layers, the one
+    that is computed and the next.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
@@ -68,15 +71,22 @@ def forecast_memory(
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
     quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
     adapters = 2 if spec.has_reference and spec.resume_from is not None else 1
+    weights_bytes = (frozen - model.quantised_parameters) * width + quantised_bytes
+    weights_bytes += model.trained_parameters * 4 * adapters
+    parts = spec.layout.data if spec.layout.strategy in SHARDS_WEIGHTS else 1
+    gathered_bytes = _gathered_bytes(model, weights_bytes) if parts > 1 else 0
     return Memory(
-        weights_bytes=(frozen - model.quantised_parameters) * width
-        + quantised_bytes
-        + model.trained_parameters * 4 * adapters,
-        gradients_bytes=model.trained_parameters * 4,
-        optimizer_bytes=_optimizer_bytes(spec, model),
-        activations_bytes=kept + MASK_BYTES * mask_numbers + stacked_bytes + unpacked_bytes,
+        weights_bytes=math.ceil(weights_bytes / parts),
+        gradients_bytes=math.ceil(model.trained_parameters * 4 / parts),
+        optimizer_bytes=math.ceil(_optimizer_bytes(spec, model) / parts),
+        activations_bytes=kept + MASK_BYTES * mask_numbers + stacked_bytes + unpacked_bytes + gathered_bytes,
         logits_bytes=_logits_bytes(passes * micro_batch_size * data.longest_trained_tokens, model),
     )
+
+
+def _gathered_bytes(model: ModelFacts, weights_bytes: int) -> int:
+    ends = min(1.0, 2 * model.vocabulary * model.hidden_size / model.parameters)
+    return math.ceil(weights_bytes * (ends + (1 - ends) * min(1.0, 2 / model.layers)))
 
 
 def _logits_bytes(trained_tokens: int, model: ModelFacts) -> int:

@@ -14,6 +14,7 @@ from training.automatic import (
     make_save_total_limit,
     make_warmup_steps,
 )
+from training.devices import SHARDS_WEIGHTS, Layout, Offload, Strategy
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
@@ -45,6 +46,14 @@ class Plan(Fact):
     plan_version: Literal[1] = 1
     device: Literal["cuda", "cpu"]
     ranks: int
+    "Processes, each with a device: data x tensor x pipeline."
+    strategy: Strategy = "none"
+    data: int = 1
+    "Ranks among which the rows of a batch are shared."
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    offload: Offload = "none"
     seed: int
     steps: int
     steps_per_epoch: int
@@ -101,16 +110,25 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     """
     why: dict[str, str] = {}
     asked = spec.hyper
-    device = _device(spec, hardware)
+    layout = spec.layout
+    device = _device(spec, hardware, layout)
     precision = _precision(spec, hardware, device, why)
     max_seq_len = make_max_seq_len(spec, model.context_tokens, data.longest_tokens, why)
     batch = make_batch_size(spec, data.examples, why)
     micro, checkpointing, offloading = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
     epochs, steps, steps_per_epoch = make_length(asked, data, batch, why)
     attention = _attention(spec, hardware, device, precision, model, why)
+    if layout.ranks > 1 and spec.parallelism.strategy == "auto":
+        why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
     return Plan(
         device=device,
-        ranks=1,
+        ranks=layout.ranks,
+        strategy=layout.strategy,
+        data=layout.data,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        expert=layout.expert,
+        offload=spec.parallelism.offload,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
@@ -118,7 +136,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         batch_size=batch,
         micro_batch_size=micro,
         tokens_per_pass=_tokens_per_pass(spec, device, data, max_seq_len, micro),
-        gradient_accumulation_steps=batch // micro,
+        gradient_accumulation_steps=batch // (micro * layout.data),
         learning_rate=make_learning_rate(spec, model, why),
         lr_scheduler=asked.lr_scheduler,
         warmup_steps=make_warmup_steps(asked, steps, why),
@@ -188,17 +206,16 @@ def may_share_a_pass(adapter: Adapter) -> bool:
     return adapter.virtual_tokens == 0 and (adapter.type != "qlora" or adapter.bits == 4)
 
 
-def _device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
-    asked = spec.resources.gpus
+def _device(spec: JobSpec, hardware: Hardware, layout: Layout) -> Literal["cuda", "cpu"]:
+    asked, param = spec.resources.gpus, "resources.gpus"
     if asked == 0:
         return "cpu"
     if asked != "auto" and asked > len(hardware.gpus):
-        param = "resources.gpus"
-        raise SpecError(
-            f"{param}: {asked} asked, this host has {len(hardware.gpus)}", param=param, code="no_such_device"
-        )
-    if asked != "auto" and asked > 1:
-        raise SpecError("resources.gpus: more than one GPU a job is not offered yet", param="resources.gpus")
+        message = f"{param}: {asked} asked, this host has {len(hardware.gpus)}"
+        raise SpecError(message, param=param, code="no_such_device")
+    if asked == "auto" and hardware.gpus and layout.ranks > 1:
+        message = f'{param}: "auto" is one GPU, and parallelism asks for {layout.ranks} ranks; set {layout.ranks} here'
+        raise SpecError(f"{message}, or 0 for ranks on the CPU", param=param)
     return hardware.kind
 
 
@@ -274,7 +291,9 @@ def _fit(
     without it, since it costs about a third more time (Chen et al. 2016); offloading only where that is not enough."""
     asked = spec.hyper
     # A host's memory is shared with everything else on it, and its allocator keeps some of what was freed.
-    room_bytes = 0.85 * hardware.gpus[0].memory_bytes if device == "cuda" else 0.6 * hardware.memory_bytes
+    host_bytes = 0.6 * hardware.memory_bytes / spec.layout.ranks
+    room_bytes = 0.85 * hardware.gpus[0].memory_bytes if device == "cuda" else host_bytes
+    batch //= spec.layout.data  # what comes to each rank
 
     def forecast(micro: int, checkpointing: bool, offloading: bool) -> Memory:
         return forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading)
@@ -330,6 +349,9 @@ def _asked_checkpointing(spec: JobSpec) -> bool | Auto:
 
 def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool | Auto:
     asked = spec.activation_offloading
+    if spec.layout.strategy in SHARDS_WEIGHTS and asked == "auto":
+        why["activation_offloading"] = f"{spec.layout.strategy} takes weights away behind it"
+        return False
     if device == "cuda" or asked is False:
         return asked
     if asked is True:

@@ -14,6 +14,10 @@ MANIFEST = "manifest.json"
 EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED = 0, 1, 3
 """How a rank and the launcher end. Any other code: the process was ended from outside."""
 
+TIMEOUT_SETTING = "BURNISH_COLLECTIVE_TIMEOUT_S"
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""How long ranks wait for each other before the run fails; a checkpoint has to be written in less."""
+
 HEARTBEAT_LIMIT_S = 300.0
 """A rank stops by itself, with a checkpoint, when its supervisor has not been heard of for so long."""
 

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from training.adapter import Adapter
+from training.devices import Layout, Parallelism, Resources, find_conflict, make_layout
 from training.errors import SpecError
 from training.fields import Auto, Part, Steps, Switch, at, not_together, real, show, whole
 
@@ -26,7 +28,6 @@ MAX_SEED = 2**31 - 1
 NOT_OFFERED = {
     "integrations": "integrations are not offered yet; leave the field out",
     "deepspeed": "a DeepSpeed config is not offered yet; leave the field out",
-    "parallelism": "training on several devices is not offered yet; leave the field out",
     "validation_split": "splitting the training file is not offered yet; upload a validation_file instead",
 }
 """Fields of the contract that this version refuses by name rather than to ignore them."""
@@ -58,7 +59,7 @@ class Hyperparameters(Part):
     micro_batch_size: Annotated[int | Auto, whole(1, auto=True)] = "auto"
     "Rows in one forward pass on one device."
     gradient_accumulation_steps: Annotated[int | Auto, whole(1, auto=True)] = "auto"
-    "Forward passes in one optimizer step; batch_size = micro_batch_size x this."
+    "Forward passes of each rank in one optimizer step; batch_size = micro_batch_size x this x data-parallel ranks."
     learning_rate: Annotated[float | Auto, real(0, above=True, auto=True)] = "auto"
     "The peak rate."
     learning_rate_multiplier: Annotated[float | Auto, real(0, above=True, auto=True)] = "auto"
@@ -99,13 +100,6 @@ class Hyperparameters(Part):
             raise at("micro_batch_size", f"{micro} does not divide batch_size {batch}")
         if isinstance(cuts, int) and isinstance(batch, int) and batch % cuts:
             raise at("gradient_accumulation_steps", f"{cuts} does not divide batch_size {batch}")
-        whole = isinstance(batch, int) and isinstance(micro, int) and isinstance(cuts, int)
-        if whole and batch != micro * cuts:  # type: ignore[operator]
-            raise at(
-                "gradient_accumulation_steps",
-                f"batch_size {batch} is not micro_batch_size {micro} x gradient_accumulation_steps {cuts}; "
-                "leave one of the three out",
-            )
         return self
 
 
@@ -141,15 +135,6 @@ class Stability(Part):
     "Where the loss is far above those of the steps before."
     spike_factor: Annotated[float, real(1)] = 10.0
     "How far: in standard deviations above the median, both estimated robustly from the last 50 steps."
-
-
-class Resources(Part):
-    gpus: Annotated[int | Auto, whole(0, auto=True)] = "auto"
-    "GPUs of the job; auto is one where the host has GPUs, else the CPU. 0 asks for the CPU."
-    priority: Annotated[int, whole(-100, 100)] = 0
-    "Higher goes first."
-    max_attempts: Annotated[int, whole(1, 20)] = 3
-    "How often an attempt that the infrastructure ended is started in all."
 
 
 class _Supervised(Part):
@@ -229,6 +214,7 @@ class JobSpec(Part):
     "sdpa is PyTorch's own; flash the package flash-attn, which the GPU host has to have; eager stores the matrix."
     stability: Stability = Stability()
     resources: Resources = Resources()
+    parallelism: Parallelism = Parallelism()
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -249,6 +235,36 @@ class JobSpec(Part):
             )
         return self
 
+    @model_validator(mode="after")
+    def _fits_its_devices(self) -> Self:
+        layout, offloading = self.layout, self.activation_offloading is True
+        conflict = find_conflict(layout, self.adapter, self.hyper.optimizer, activation_offloading=offloading)
+        if conflict is not None:
+            raise conflict
+        self._require_whole_cuts(layout.data)
+        return self
+
+    def _require_whole_cuts(self, ranks: int) -> None:
+        """batch_size = micro_batch_size x gradient_accumulation_steps x data-parallel ranks."""
+        names = ("micro_batch_size", "gradient_accumulation_steps")
+        given = {name: size for name in names if isinstance(size := getattr(self.hyper, name), int)}
+        batch = self.hyper.batch_size
+        if not isinstance(batch, int):
+            return
+        sizes = [f"{name} {size}" for name, size in given.items()] + (
+            [f"{ranks} data-parallel ranks"] if ranks > 1 else []
+        )
+        whole = math.prod(given.values()) * ranks
+        field = f"{self.hyperparameters_path}.{(['batch_size', *given])[-1]}"
+        if len(given) == 2 and batch != whole:
+            message = f"batch_size {batch} is not {' x '.join(sizes)}; leave one of the three out"
+            raise at(field, message)
+        if batch % whole:
+            message = (
+                f"batch_size {batch} is not a multiple of {' x '.join(sizes)}; {whole * -(-batch // whole)} is one"
+            )
+            raise at(field, message)
+
     @property
     def hyper(self) -> Hyperparameters:
         """The hyperparameters, from wherever they were given."""
@@ -262,6 +278,10 @@ class JobSpec(Part):
     def has_reference(self) -> bool:
         """Whether the method compares the model with one that is not trained."""
         return self.method.type in ("dpo", "kto")
+
+    @property
+    def layout(self) -> Layout:
+        return make_layout(self.parallelism, self.resources)
 
     @property
     def needs_bitsandbytes(self) -> bool:
@@ -340,6 +360,7 @@ def _as_spec_error(error: ErrorDetails) -> SpecError:
     param = ".".join(path)
     say = _MESSAGES.get(error["type"], _plain_message)
     code = {"extra_forbidden": "unknown_field", "missing": "missing_field"}.get(error["type"], "invalid_value")
+    code = context.get("code", code)
     if error["type"] == "extra_forbidden" and path[-1] in VALUES_NOT_OFFERED["method.type"] and path[:-1] == ["method"]:
         return SpecError(f"{param}: this method is not offered yet", param=param, code="not_offered")
     if error["type"] == "extra_forbidden" and path[-1] in NOT_OFFERED:
@@ -384,6 +405,7 @@ def _fields_at(path: tuple[str | int, ...]) -> list[str]:
         "adapter": Adapter,
         "stability": Stability,
         "resources": Resources,
+        "parallelism": Parallelism,
     }
     return list(kinds[names[-1]].model_fields if path else JobSpec.model_fields)
 

@@ -248,6 +248,7 @@ def all_reasons() -> set[str]:
     specs += [{"adapter": {"type": kind}} for kind in ("qlora", "ia3", "prefix", "prompt", "full")]
     specs.append({"method": {"type": "pretrain", "pretrain": {"hyperparameters": {"lr_scheduler": "wsd"}}}})
     plans = [plan_for(hardware=host, validation_rows=3, **spec) for host in hosts for spec in specs]
+    plans.append(plan_for(parallelism={"data": 2}))
     return {name for plan in plans for name in plan.reasons}
 
 
@@ -273,8 +274,10 @@ def test_devices_that_are_not_there_are_refused() -> None:
         plan_for(resources={"gpus": 1})
     gpus = Hardware(gpus=(A100, A100), cpu_cores=8, memory_bytes=2**37)
     assert plan_for(hardware=gpus, resources={"gpus": 0}).device == "cpu"
-    with pytest.raises(SpecError, match="not offered yet"):
-        plan_for(hardware=gpus, resources={"gpus": 2})
+    with pytest.raises(SpecError, match="3 asked, this host has 2"):
+        plan_for(hardware=gpus, resources={"gpus": 3})
+    with pytest.raises(SpecError, match=r'resources\.gpus: "auto" is one GPU, and parallelism asks for 2 ranks; set 2'):
+        plan_for(hardware=gpus, parallelism={"data": 2})
 
 
 def test_a_length_beyond_the_context_of_the_model_is_refused() -> None:

@@ -1,4 +1,5 @@
-"""`python -m training.rank DIR --attempt N`: one rank of a run. Everything it needs stands in DIR/spec.json."""
+"""`python -m training.rank DIR --attempt N`: one rank of a run. Everything it needs stands in DIR/spec.json, and where
+there are several, in the environment that torchrun gives it."""
 
 import argparse
 import os

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from training.errors import SpecError
-from training.rank.model import load_model
 from training.rank.parallel import Parallel
 from training.rank.random_state import RandomState
 from training.rank.source import Source
-from training.rank.weights import is_adapted, load_adapter, save_weights, weights_name
+from training.rank.weights import read_weights, save_weights, weights_name
 from training.retention import choose_expired, find_needed
 from training.rundir import RunDir, checkpoint_name, commit_folder, read_manifest, step_of
 
@@ -83,12 +82,19 @@ class Checkpoints:
             )
 
     def save(self, parallel: Parallel, progress: Progress) -> dict[str, Any]:
-        """Write a checkpoint of the step that is done; its manifest."""
+        """Write a checkpoint of the step that is done, on rank 0; its manifest."""
+        weights = parallel.gather_weights()
+        random = parallel.group.gather(RandomState.take().as_dict())
+        state = {"optimizer": parallel.optimizer_state(), "random": random}
+        return parallel.group.first(lambda: self._write(parallel.model, weights, state, progress))
+
+    def _write(
+        self, model: nn.Module, weights: dict[str, Tensor], state: dict[str, Any], progress: Progress
+    ) -> dict[str, Any]:
         self.clear()
         target = self.run_dir.checkpoints / checkpoint_name(progress.step)
         beside = target.with_name(f".{target.name}")
-        save_weights(parallel.model, self.tokenizer, self.source, beside / weights_name(parallel.model))
-        state = {"optimizer": parallel.optimizer_state(), "random": RandomState.take().as_dict()}
+        save_weights(model, weights, self.tokenizer, self.source, beside / weights_name(model))
         torch.save(state, beside / STATE)
         about: dict[str, Any] = {"attempt": self.attempt, "fingerprint": self.fingerprint, "progress": asdict(progress)}
         manifest = commit_folder(beside, target, about)
@@ -117,29 +123,24 @@ def load_progress(checkpoint: Path, progress: Progress) -> None:
         setattr(progress, name, saved.get(name, getattr(Progress(), name)))
 
 
-def load_checkpoint(checkpoint: Path, parallel: Parallel) -> None:
-    """Put back adapter, optimizer and random numbers; weights of a full fine-tune were read in place of the base."""
-    if is_adapted(parallel.model):
-        load_adapter(parallel.model, checkpoint / weights_name(parallel.model))
-    state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+def load_state(checkpoint: Path, parallel: Parallel) -> None:
+    """Put back optimizer and random numbers. A rank that the checkpoint does not know goes on with those it has."""
+    state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True, mmap=parallel.group.ranks > 1)
     parallel.load_optimizer_state(state["optimizer"])
-    RandomState(**state["random"]).restore()
+    if parallel.group.rank < len(state["random"]):
+        RandomState(**state["random"][parallel.group.rank]).restore()
 
 
-def load_weights(model: nn.Module, source: Source, checkpoint: Path) -> None:
+def load_weights(parallel: Parallel, source: Source, checkpoint: Path) -> None:
     """Put the trained weights of a checkpoint in the place of the model's."""
-    folder = checkpoint / weights_name(model)
-    if is_adapted(model):
-        load_adapter(model, folder)
-    else:
-        load_model(model, source, folder)
+    folder = checkpoint / weights_name(parallel.model)
+    parallel.load_weights(read_weights(parallel.model, source, folder))
 
 
 def go_back(checkpoint: Path, parallel: Parallel, progress: Progress, source: Source) -> None:
     """Make a run in mid-training what it was when the checkpoint was written."""
-    if not is_adapted(parallel.model):
-        load_weights(parallel.model, source, checkpoint)
-    load_checkpoint(checkpoint, parallel)
+    load_weights(parallel, source, checkpoint)
+    load_state(checkpoint, parallel)
     load_progress(checkpoint, progress)
 
 

@@ -8,7 +8,7 @@ import torch
 from training.rank.data import Trained
 from training.rank.objective import Objective, Totals
 from training.rank.parallel import Parallel
-from training.rank.passes import PassLimit, make_passes
+from training.rank.passes import PassLimit, share_passes
 from training.rank.random_state import RandomState
 
 
@@ -38,11 +38,11 @@ def evaluate(
         window = objective.open_window(parallel, examples, limit, stop_asked)
         if window is None:
             return None
-        for rows in make_passes(examples, limit):
+        for part in share_passes(examples, limit, parallel.data_ranks)[parallel.data_rank]:
             if stop_asked():
                 return None
             with parallel.compute():
-                totals.add(objective.score(model, rows, window))
+                totals.add(objective.score(model, part.rows, window), part)
     finally:
         model.train(training)
         random.restore()

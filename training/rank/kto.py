@@ -13,7 +13,7 @@ from training.rank.data import Example, Labelled, Prepared, prepare_labelled
 from training.rank.loss import log_probabilities
 from training.rank.objective import Scores, Sums, Window, judging
 from training.rank.parallel import Parallel
-from training.rank.passes import PassLimit, make_passes
+from training.rank.passes import PassLimit, share_passes
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,13 @@ class Kto:
         self, parallel: Parallel, examples: Sequence[Labelled], limit: PassLimit, stop_asked: Callable[[], bool]
     ) -> Window | None:
         moved = torch.zeros((), dtype=torch.float64, device=parallel.device)
-        for rows in make_passes(make_mismatched(examples), limit):
+        for part in share_passes(make_mismatched(examples), limit, parallel.data_ranks)[parallel.data_rank]:
             if stop_asked():
                 return None
             with parallel.compute():
-                moved += _measure(parallel.model, rows)
+                measured = _measure(parallel.model, part.rows)
+            if part.counts:
+                moved += measured
         mean = float(parallel.total(moved)) / len(examples)
         # Compared this way round, a mean that is not a number stays one, and is told as such with the loss.
         return Window(self.weigh(examples), 0.0 if mean < 0 else mean)

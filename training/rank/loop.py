@@ -4,12 +4,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from training.errors import TrainingError
-from training.events import EventLog
+from training.events import EventLog, Untold
 from training.flops import Work
 from training.plan import Plan
 from training.rank.checkpoint import Checkpoints, Progress, go_back
@@ -21,7 +22,7 @@ from training.rank.objective import Objective, Totals
 from training.rank.optim import learning_rate_at
 from training.rank.order import epochs_done, make_window
 from training.rank.parallel import Parallel
-from training.rank.passes import PassLimit, make_passes
+from training.rank.passes import PassLimit, share_passes
 from training.rank.random_state import RandomState
 from training.rank.stability import (
     MAX_ROLLBACKS,
@@ -32,7 +33,7 @@ from training.rank.stability import (
     goes_back,
     note_step,
 )
-from training.rank.stop import Stop
+from training.rank.stop import AgreedStop
 from training.rank.workload import Workload
 from training.rundir import checkpoint_name, verify
 
@@ -48,10 +49,10 @@ class Run:
     validation: Sequence[Trained]
     limit: PassLimit
     workload: Workload
-    events: EventLog
+    events: EventLog | Untold
     checkpoints: Checkpoints
     progress: Progress
-    stop: Stop
+    stop: AgreedStop
 
 
 def train(run: Run) -> bool:
@@ -142,18 +143,22 @@ def accumulate(
     if window is None:
         return None
     totals = Totals()
-    parts = list(make_passes(rows, run.limit))
-    passes = []
-    for number, part in enumerate(parts, 1):
+    shares = share_passes(rows, run.limit, run.parallel.data_ranks)
+    for number, part in enumerate(shares[run.parallel.data_rank], 1):
         if run.stop.asked():
             return None
-        with run.parallel.compute():
-            scores = run.objective.score(run.parallel.model, part, window)
+        last = number == len(shares[0])
+        scores = run.parallel.forward(partial(run.objective.score, run.parallel.model, part.rows, window), last=last)
         # Divided by the weight of the whole window: the result does not depend on how the window is cut.
-        run.parallel.backward(scores.loss / window.weight, last=number == len(parts))
-        totals.add(scores)
-        passes.append((part, scores.loss.detach() / run.objective.weigh(part)))
+        run.parallel.backward(scores.loss / window.weight * part.counts, last=last)
+        totals.add(scores, part)
     sums = totals.over_ranks(run.parallel)
+    passes = [
+        (part.rows, loss / run.objective.weigh(part.rows))
+        for parts, losses in zip(shares, totals.losses(run.parallel), strict=True)
+        for part, loss in zip(parts, losses, strict=True)
+        if part.counts
+    ]
     return {"train_loss": sums["loss"] / window.weight, **run.objective.make_metrics(sums, window)}, passes
 
 
@@ -182,7 +187,7 @@ def respond(run: Run, trouble: Trouble) -> None:
 def roll_back(run: Run, trouble: Trouble) -> tuple[int, float]:
     """Go on from the newest checkpoint with half the rate; its step, and the factor of the rate from now on."""
     steps, factor, spent = run.progress.rolled_back_steps, run.progress.rate_factor, run.progress.spent
-    checkpoint = find_way_back(run)
+    checkpoint = run.parallel.group.first(partial(find_way_back, run))
     if checkpoint is None or len(steps) >= MAX_ROLLBACKS:
         raise trouble.as_error(
             "; there is no checkpoint left" if checkpoint is None else f"; gone back {len(steps)} times"
@@ -210,9 +215,10 @@ def advance(progress: Progress, tokens: int, trained_tokens: int, step_s: float)
 
 
 def note_work(run: Run, work: Work, step_s: float) -> float | None:
-    """Model FLOPs utilisation of the step: the share of the device's peak that went into operations that the model
+    """Model FLOPs utilisation of the step: the share of the devices' peak that went into operations that the model
     asks for (PaLM, Chowdhery et al. 2022, appendix B); None where the peak is not known."""
     progress, peak = run.progress, run.plan.compute.peak_flops_per_s
+    peak = None if peak is None else peak * run.plan.ranks
     progress.flops += work.done
     progress.steps_s += step_s
     if peak is None:
@@ -283,7 +289,7 @@ def checkpoint_due(run: Run) -> bool:
 
 
 def lacks_way_back(run: Run) -> bool:
-    return goes_back(run.plan) and not run.checkpoints.run_dir.list_checkpoints()
+    return goes_back(run.plan) and run.parallel.group.first(lambda: not run.checkpoints.run_dir.list_checkpoints())
 
 
 def save_checkpoint(run: Run) -> None:

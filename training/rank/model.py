@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from training.adapter import Adapter
 from training.errors import ModelError, SpecError
@@ -137,13 +137,18 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
 
 
 def load_model(model: nn.Module, source: Source, folder: Path) -> None:
-    """Put the weights of a folder, such as a checkpoint of a full fine-tune, in the place of the model's.
+    """Put the weights of a folder in the place of the model's. Raises as `read_model`."""
+    model.load_state_dict(read_model(model, source, folder))
+
+
+def read_model(model: nn.Module, source: Source, folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder, such as a checkpoint of a full fine-tune, by their names in this model.
 
     Raises:
         ModelError: they are not whole.
     """
     attention = model.config._attn_implementation  # type: ignore[union-attr]
-    model.load_state_dict(_load_weights(source, folder, torch.float32, str(attention)).state_dict())
+    return _load_weights(source, folder, torch.float32, str(attention)).state_dict()
 
 
 def base_dtype(config: Any) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from training.rank.data import Prepared
 from training.rank.parallel import Parallel
-from training.rank.passes import PassLimit
+from training.rank.passes import Pass, PassLimit
 from training.rank.reference import as_reference
 
 Sums = Mapping[str, float]
@@ -65,14 +65,25 @@ class Totals:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
+        self._losses: list[Tensor] = []
 
-    def add(self, scores: Scores) -> None:
+    def add(self, scores: Scores, part: Pass[Any]) -> None:
         for name, value in {"loss": scores.loss, **scores.sums}.items():
             value = value.detach().double()
+            value = value if part.counts else torch.zeros_like(value)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._losses.append(scores.loss.detach().double())
 
     def over_ranks(self, parallel: Parallel) -> dict[str, float]:
-        return {name: float(parallel.total(value)) for name, value in self._sums.items()}
+        sums = parallel.total(torch.stack(list(self._sums.values())))
+        return dict(zip(self._sums, sums.tolist(), strict=True))
+
+    def losses(self, parallel: Parallel) -> Tensor:
+        """(data ranks, passes): the summed loss of each pass."""
+        losses = torch.stack(self._losses)
+        table = losses.new_zeros(parallel.data_ranks, len(losses))
+        table[parallel.data_rank] = losses
+        return parallel.total(table)
 
 
 @contextmanager

@@ -1,16 +1,21 @@
 """On how many devices a model is trained, behind one small protocol, so that the loop does not know."""
 
 import resource
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from training.errors import TrainingError
 from training.plan import Plan
+from training.rank.group import Alone, Group
 from training.rank.loss_scale import LossScale
 from training.rank.model import DTYPES
 from training.rank.optim import build_optimizer, set_rate
+
+T = TypeVar("T")
 
 
 class Parallel(Protocol):
@@ -18,14 +23,23 @@ class Parallel(Protocol):
 
     model: nn.Module
     device: torch.device
+    group: Group
+    "All ranks of the run."
+    data_rank: int
+    data_ranks: int
+    "Among these the rows of a window are shared; each makes the same number of passes."
     loss_scale: LossScale | None
     "Only where gradients are computed in fp16."
 
     def compute(self) -> AbstractContextManager[Any]:
         """Where forward passes are made: sets the compute type."""
 
+    def forward(self, work: Callable[[], T], *, last: bool) -> T:
+        """Make a forward pass whose loss goes to `backward`; `last` is that of its window."""
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add a loss's gradient; with the `last` one of a window the gradients of all ranks are summed."""
+        """Add the gradient of a rank's part of the loss; with the `last` one of a window the gradients of all ranks are
+        summed."""
 
     def clip(self) -> Tensor:
         """The global norm of the gradients, the loss scale taken off; then they are clipped to `max_grad_norm`."""
@@ -36,24 +50,38 @@ class Parallel(Protocol):
     def drop_gradients(self) -> None: ...
 
     def total(self, value: Tensor) -> Tensor:
-        """A sum over the ranks."""
+        """A sum over the ranks that share the rows."""
 
-    def peak_memory_bytes(self) -> int: ...
+    def peak_memory_bytes(self) -> int:
+        """Of the rank that has the highest."""
 
-    def optimizer_state(self) -> dict[str, Any]: ...
+    def gather_weights(self) -> dict[str, Tensor]:
+        """Whole weights, by their names in the model's `state_dict`, on rank 0; other ranks may get none. Frozen ones
+        beside an adapter may be left out."""
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None: ...
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Put whole weights, given to every rank by their names in the model, in the place of its own."""
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Whole moments by the names of their weights under `state`, on rank 0; the loss scale. So a run may go on on
+        another number of ranks."""
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Given to every rank."""
 
 
 class SingleDevice:
     """One GPU, or the CPU."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    data_rank, data_ranks = 0, 1
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group | None = None) -> None:
         self.model = model
         self.device = torch.device(plan.device)
+        self.group = group or Alone()
         self.loss_scale = LossScale() if plan.precision == "fp16" else None
         self._plan = plan
-        self._trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._optimizer = build_optimizer(model, plan)
 
     def compute(self) -> AbstractContextManager[Any]:
@@ -61,16 +89,21 @@ class SingleDevice:
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[self._plan.precision])
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:  # noqa: ARG002 - nothing is summed over ranks
+    def forward(self, work: Callable[[], T], *, last: bool) -> T:  # noqa: ARG002 - nothing is summed over ranks
+        with self.compute():
+            return work()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:  # noqa: ARG002
         (loss if self.loss_scale is None else loss * self.loss_scale.factor).backward()
 
     def clip(self) -> Tensor:
-        gradients = [weight.grad for weight in self._trained if weight.grad is not None]
+        weights = list(self._trained.values())
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
         if self.loss_scale is not None:
             self.loss_scale.unscale(gradients)
-        norm = nn.utils.get_total_norm(gradients)
+        norm = self._find_norm(gradients)
         if self._plan.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(self._trained, self._plan.max_grad_norm, norm)
+            nn.utils.clip_grads_with_norm_(weights, self._plan.max_grad_norm, norm)
         return norm
 
     def step(self, learning_rate: float) -> None:
@@ -87,15 +120,48 @@ class SingleDevice:
         return value
 
     def peak_memory_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return self.group.highest(self._own_peak_bytes())
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        unknown = self.model.load_state_dict(weights, strict=False).unexpected_keys
+        if unknown:
+            raise TrainingError(f"the model has no weights {unknown[:3]}")
 
     def optimizer_state(self) -> dict[str, Any]:
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.as_dict()}
-        return {**self._optimizer.state_dict(), **scale}
+        state, names = self._optimizer.state_dict()["state"], self._list_names()
+        return {"state": {names[place]: self._whole(moments) for place, moments in state.items()}, **scale}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self.loss_scale is not None:
             self.loss_scale = LossScale(**state["loss_scale"])
-        self._optimizer.load_state_dict({name: state[name] for name in ("state", "param_groups")})
+        groups = self._optimizer.state_dict()["param_groups"]
+        moments = {
+            place: self._own_part(name, state["state"][name])
+            for place, name in enumerate(self._list_names())
+            if name in state["state"]
+        }
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+    def _find_norm(self, gradients: list[Tensor]) -> Tensor:
+        return nn.utils.get_total_norm(gradients)
+
+    def _own_peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _whole(self, moments: dict[str, Any]) -> dict[str, Any]:
+        return moments
+
+    def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        """Of the moments of a weight what this rank keeps."""
+        return moments
+
+    def _list_names(self) -> list[str]:
+        """The names of the weights, in the order in which the optimizer counts them."""
+        names = {weight: name for name, weight in self._trained.items()}
+        return [names[weight] for group in self._optimizer.param_groups for weight in group["params"]]

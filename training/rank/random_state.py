@@ -25,8 +25,8 @@ class RandomState:
             python=random.getstate(),
             numpy={"name": name, "keys": keys.tolist(), "place": place, "has_gauss": has_gauss, "gauss": gauss},
             torch=torch.get_rng_state(),
-            # Asking would put a context on every GPU, also where the run is on the CPU.
-            cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            # Of this rank's own GPU: asking would put a context on it, also where the run is on the CPU.
+            cuda=[torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
         )
 
     def restore(self) -> None:
@@ -34,9 +34,9 @@ class RandomState:
         numpy, keys = self.numpy, np.array(self.numpy["keys"], dtype=np.uint32)
         np.random.set_state((numpy["name"], keys, numpy["place"], numpy["has_gauss"], numpy["gauss"]))
         torch.set_rng_state(self.torch)
-        # A checkpoint may come from a host with another number of GPUs.
-        for device, state in enumerate(self.cuda[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
+        # A checkpoint may come from a host without a GPU, or be read on one.
+        if self.cuda and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda[0])
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,28 +14,31 @@ import numpy as np
 import torch
 
 from training.errors import CapacityError, SpecError
-from training.events import EventLog
+from training.events import EventLog, Untold
 from training.extending import require_target
+from training.facts import ModelFacts
 from training.flops import tokens_per_parameter
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
 from training.rank.apart import depends_on_length, find_trial_passes, keeps_rows_apart
-from training.rank.checkpoint import Checkpoints, Progress, load_checkpoint, load_progress, load_weights
+from training.rank.checkpoint import Checkpoints, Progress, load_progress, load_state, load_weights
 from training.rank.determinism import require_same_bits, train_once
 from training.rank.early_stopping import patience_is_out
-from training.rank.failure import explain
+from training.rank.failure import explain, tell_torchrun
+from training.rank.group import Alone, Group, find_rank, join_group
 from training.rank.head import find_head
 from training.rank.inputs import Inputs, load_inputs, make_data_facts, make_fingerprint
 from training.rank.lock import lock
 from training.rank.loop import Run, train
 from training.rank.model import DTYPES, base_dtype, build_model, cast_weights, get_base, make_facts
-from training.rank.parallel import SingleDevice
+from training.rank.parallel import Parallel
 from training.rank.passes import ROW_BY_ROW, PassLimit
 from training.rank.peak import measure_peak
 from training.rank.reference import add_reference
 from training.rank.start import load_start
-from training.rank.stop import Stop
-from training.rank.weights import save_weights, weights_name
+from training.rank.stop import AgreedStop, Stop
+from training.rank.strategies import build_parallel
+from training.rank.weights import is_adapted, load_adapter, save_weights, weights_name
 from training.rank.workload import Workload
 from training.rundir import (
     EXIT_FAILED,
@@ -60,19 +63,22 @@ class Attempt:
     run_dir: RunDir
     number: int
     stop: Stop
-    events: EventLog
+    events: EventLog | Untold
     progress: Progress
 
 
 def run(run_dir: RunDir, attempt: int, stop: Stop, *, base_name: str | None = None, plan_only: bool = False) -> int:
-    """Go on with the run of a directory, or make only its plan; the exit code. Every ending is told as an event.
+    """Go on with the run of a directory, or make only its plan; the exit code. Every ending is told as an event,
+    by rank 0; but a failure of one of several ranks by torchrun.py.
 
     Raises:
         BlockingIOError: another process is at work in this directory.
     """
+    rank, ranks = find_rank()
     with ExitStack() as stack:
-        stack.enter_context(lock(run_dir.path / "lock", wait=False))
-        events = EventLog(run_dir.events, attempt)
+        if rank == 0:
+            stack.enter_context(lock(run_dir.path / "lock", wait=False))
+        events = EventLog(run_dir.events, attempt) if rank == 0 else Untold()
         stack.callback(events.close)
         this = Attempt(run_dir, attempt, stop, events, Progress())
         try:
@@ -81,8 +87,11 @@ def run(run_dir: RunDir, attempt: int, stop: Stop, *, base_name: str | None = No
             failure = explain(error)
             if failure is not error or error.__cause__:
                 traceback.print_exception(error)
-            print(f"error: {failure.message}", file=sys.stderr)
-            events.append("failed", this.progress.step, failure.as_dict())
+            print(f"error: {failure.message}" if ranks == 1 else f"rank {rank}: {failure.message}", file=sys.stderr)
+            if ranks == 1:
+                events.append("failed", this.progress.step, failure.as_dict())
+            else:
+                tell_torchrun(failure, this.progress.step)
             return EXIT_FAILED
 
 
@@ -90,33 +99,39 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
     spec = load_spec(this.run_dir.spec)
     hardware = find_hardware()
     _use_cores(hardware)
-    found = None if plan_only else _find_checkpoint(this)
-    resumed_from = step_of(found) if found else None
     device = "cpu" if spec.resources.gpus == 0 else hardware.kind
-    start = {"pid": os.getpid(), "device": device, "resumed_from": resumed_from}
+    group = Alone() if plan_only else join_group(spec.layout.ranks, device)
+    found = None if plan_only else group.first(lambda: _find_checkpoint(this))
+    resumed_from = step_of(found) if found else None
+    start = {"pid": os.getpid(), "pids": group.gather(os.getpid()), "device": device, "resumed_from": resumed_from}
     this.events.append("started", resumed_from or 0, start)
     inputs = load_inputs(spec, base_name=base_name, weights=not plan_only)
     model = make_facts(inputs.source, inputs.config, spec.adapter)
-    plan = make_plan(spec, hardware, model, make_data_facts(inputs))
-    if plan.device == "cpu" and not plan_only:
-        peak = {"peak_flops_per_s": measure_peak(DTYPES[plan.precision])}
-        plan = plan.model_copy(update={"compute": plan.compute.model_copy(update=peak)})
-    write_json(this.run_dir.plan, plan.as_json())
+    plan = group.first(lambda: _make_plan(this, inputs, hardware, model, measure=not plan_only))
     this.events.append("plan", resumed_from or 0, plan.as_json())
     if found is None:
         _warn_of_rows(this.events, inputs)
         _warn_of_balance(this.events, inputs)
     if plan_only:
         return EXIT_FINISHED
-    parts = _build(this, inputs, plan, Workload(model.matmuls, plan, spec.adapter), found)
+    parts = _build(this, inputs, plan, group, Workload(model.matmuls, plan, spec.adapter), found)
     if not train(parts):
-        this.events.append("stopped", this.progress.step, {"reason": this.stop.reason})
-        return EXIT_STOPPED
+        this.events.append("stopped", this.progress.step, {"reason": parts.stop.reason})
+        return group.first(lambda: EXIT_STOPPED)  # no rank is gone before rank 0 has told it
     if patience_is_out(this.progress, plan):
         this.events.append("early_stopped", this.progress.step, _tell_early_stop(this.progress))
     _save_result(this, inputs, parts)
     this.events.append("finished", this.progress.step, _summary(this.progress, plan))
-    return EXIT_FINISHED
+    return group.first(lambda: EXIT_FINISHED)
+
+
+def _make_plan(this: Attempt, inputs: Inputs, hardware: Hardware, model: ModelFacts, *, measure: bool) -> Plan:
+    plan = make_plan(inputs.spec, hardware, model, make_data_facts(inputs))
+    if plan.device == "cpu" and measure:
+        peak = {"peak_flops_per_s": measure_peak(DTYPES[plan.precision])}
+        plan = plan.model_copy(update={"compute": plan.compute.model_copy(update=peak)})
+    write_json(this.run_dir.plan, plan.as_json())
+    return plan
 
 
 def _find_checkpoint(this: Attempt) -> Path | None:
@@ -128,7 +143,7 @@ def _find_checkpoint(this: Attempt) -> Path | None:
     return found
 
 
-def _build(this: Attempt, inputs: Inputs, plan: Plan, workload: Workload, found: Path | None) -> Run:
+def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Workload, found: Path | None) -> Run:
     """The model on its device and all around it, as at the start or as the checkpoint left it."""
     checkpoints = Checkpoints(
         this.run_dir,
@@ -142,7 +157,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, workload: Workload, found:
         checkpoints.require_own(found)
         load_progress(found, this.progress)
         require_target(inputs.spec, plan.steps, this.progress.step)
-        _find_best(this)
+        _find_best(this, group)
     _set_up_device(plan)
     _seed(plan.seed)
     adapter = inputs.spec.adapter
@@ -152,9 +167,13 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, workload: Workload, found:
         load_start(inputs.start, model, inputs.source)
     if inputs.start and inputs.spec.has_reference:
         add_reference(model, inputs.start.folder)
-    parallel = SingleDevice(model, plan)
+    if found and is_adapted(model):
+        load_adapter(model, found / weights_name(model))
+    parallel = build_parallel(model, plan, group)
+    if group.rank:
+        _seed(plan.seed + group.rank)  # ranks drop different activations
     if found:
-        load_checkpoint(found, parallel)
+        load_state(found, parallel)
     with parallel.compute():
         find_head(get_base(model))  # tries the model once, which is not to count with the first step
     limit = _make_pass_limit(this, parallel, plan, inputs)
@@ -171,11 +190,11 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, workload: Workload, found:
         events=this.events,
         checkpoints=checkpoints,
         progress=this.progress,
-        stop=this.stop,
+        stop=AgreedStop(this.stop, group),
     )
 
 
-def _make_pass_limit(this: Attempt, parallel: SingleDevice, plan: Plan, inputs: Inputs) -> PassLimit:
+def _make_pass_limit(this: Attempt, parallel: Parallel, plan: Plan, inputs: Inputs) -> PassLimit:
     """The plan's; a row a pass where the model cannot tell rows apart, which changes the speed and not the result.
     Raises SpecError where rows are to be packed all the same."""
     limit = PassLimit(plan.batch_size if plan.tokens_per_pass else plan.micro_batch_size, plan.tokens_per_pass)
@@ -187,8 +206,9 @@ def _make_pass_limit(this: Attempt, parallel: SingleDevice, plan: Plan, inputs: 
         is_long = plan.device == "cuda" or depends_on_length(inputs.config)
         passes = find_trial_passes(inputs.training.examples, limit) if is_long else []
         with parallel.compute():
-            if keeps_rows_apart(parallel.model, parallel.device, passes):
-                return limit
+            mixes = not keeps_rows_apart(parallel.model, parallel.device, passes)
+        if not parallel.group.any(mixes):
+            return limit
     if plan.packing:
         param = f"{spec.hyperparameters_path}.packing"
         message = f"{param}: this kind of model or adapter mixes up rows of one sequence; set it to false"
@@ -198,7 +218,7 @@ def _make_pass_limit(this: Attempt, parallel: SingleDevice, plan: Plan, inputs: 
     return ROW_BY_ROW
 
 
-def _require_same_bits(this: Attempt, parallel: SingleDevice, limit: PassLimit) -> None:
+def _require_same_bits(this: Attempt, parallel: Parallel, limit: PassLimit) -> None:
     lacking = require_same_bits(parallel.model, lambda: train_once(parallel, limit.rows))
     if lacking is not None:
         message = f"{lacking}: if this run is interrupted, what it comes to may differ in the last bits"
@@ -228,7 +248,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _warn_of_rows(events: EventLog, inputs: Inputs) -> None:
+def _warn_of_rows(events: EventLog | Untold, inputs: Inputs) -> None:
     for param, part in {"training_file": inputs.training, "validation_file": inputs.validation}.items():
         issues = part.warnings if part else []
         for issue in issues[:MAX_ROW_WARNINGS]:
@@ -238,7 +258,7 @@ def _warn_of_rows(events: EventLog, inputs: Inputs) -> None:
             events.append("warning", 0, {"message": message, "param": param})
 
 
-def _warn_of_balance(events: EventLog, inputs: Inputs) -> None:
+def _warn_of_balance(events: EventLog | Untold, inputs: Inputs) -> None:
     """The loss is the cross-entropy alone, from which routers have a gradient too."""
     text = inputs.config.get_text_config()
     share = getattr(text, "router_aux_loss_coef", None)
@@ -249,13 +269,13 @@ def _warn_of_balance(events: EventLog, inputs: Inputs) -> None:
         events.append("warning", 0, {"message": message, "code": "balance_loss_left_out", "param": "model"})
 
 
-def _find_best(this: Attempt) -> Path | None:
+def _find_best(this: Attempt, group: Group) -> Path | None:
     """The checkpoint that early stopping found best. One that is damaged or gone is told, and forgotten."""
     step = this.progress.best_step
     if step is None:
         return None
     path = this.run_dir.checkpoints / checkpoint_name(step)
-    if verify(path) is None:
+    if group.first(lambda: verify(path)) is None:
         return path
     message = f"the best checkpoint, of step {step}, is damaged or gone; the best of the others counts from now on"
     this.events.append("warning", this.progress.step, {"message": message, "code": "best_checkpoint_lost"})
@@ -266,21 +286,23 @@ def _find_best(this: Attempt) -> Path | None:
 def _save_result(this: Attempt, inputs: Inputs, parts: Run) -> None:
     """Write `adapter/` or `model/`: the best checkpoint with early stopping, else what was trained last. A full
     fine-tune in mixed precision is delivered in the type of its base."""
-    model = parts.parallel.model
-    best = _find_best(this)
+    parallel, model = parts.parallel, parts.parallel.model
+    best = _find_best(this, parallel.group)
     if best is not None and step_of(best) != this.progress.step:
-        load_weights(model, inputs.source, best)
-    target = this.run_dir.path / weights_name(model)
-    beside = target.with_name(f".{target.name}")
-    shutil.rmtree(beside, ignore_errors=True)
+        load_weights(parallel, inputs.source, best)
     if inputs.spec.adapter.type == "full" and parts.plan.precision != "fp32":
         cast_weights(model, base_dtype(inputs.config))
-    save_weights(model, inputs.tokenizer, inputs.source, beside)
-    commit_folder(
-        beside,
-        target,
-        {"step": step_of(best) if best else parts.progress.step, "fingerprint": parts.checkpoints.fingerprint},
-    )
+    weights = parallel.gather_weights()
+    about = {"step": step_of(best) if best else parts.progress.step, "fingerprint": parts.checkpoints.fingerprint}
+
+    def write() -> None:
+        target = this.run_dir.path / weights_name(model)
+        beside = target.with_name(f".{target.name}")
+        shutil.rmtree(beside, ignore_errors=True)
+        save_weights(model, weights, inputs.tokenizer, inputs.source, beside)
+        commit_folder(beside, target, about)
+
+    parallel.group.first(write)
 
 
 def _summary(progress: Progress, plan: Plan) -> dict[str, float | None]:

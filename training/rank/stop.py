@@ -2,6 +2,7 @@
 
 import signal
 from types import FrameType
+from typing import Protocol
 
 from training.rundir import RunDir
 
@@ -27,3 +28,24 @@ class Stop:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.reason = self.reason or f"asked by {signal.Signals(number).name}"
+
+
+class Ranks(Protocol):
+    """Of `Group`, which needs torch, what is needed here."""
+
+    def any(self, wish: bool) -> bool: ...
+
+    def gather(self, value: str | None) -> list[str | None]: ...
+
+
+class AgreedStop:
+    """The same answer on all ranks, whichever of them was asked to stop; all ask at the same places."""
+
+    def __init__(self, own: Stop, ranks: Ranks) -> None:
+        self._own, self._ranks = own, ranks
+        self.reason: str | None = None
+
+    def asked(self) -> bool:
+        if self.reason is None and self._ranks.any(self._own.asked()):
+            self.reason = next(filter(None, self._ranks.gather(self._own.reason)))
+        return self.reason is not None

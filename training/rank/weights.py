@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from training.errors import TrainingError
-from training.rank.model import get_base
+from training.rank.model import get_base, read_model
 from training.rank.pissa import as_plain_lora, is_pissa, trained_part
 from training.rank.source import Source
 from training.rundir import write_json
@@ -31,18 +31,19 @@ def weights_name(model: nn.Module) -> str:
     return "adapter" if is_adapted(model) else "model"
 
 
-def save_weights(model: nn.Module, tokenizer: Any, source: Source, folder: Path) -> None:
-    """Write the trained weights in their type, with config, tokenizer and chat template beside them.
+def save_weights(model: nn.Module, weights: dict[str, Tensor], tokenizer: Any, source: Source, folder: Path) -> None:
+    """Write the trained weights in their type, with config, tokenizer and chat template beside them. `weights` are
+    whole, by their names in the model, which itself may hold a part of them.
 
     Raises:
         TrainingError: a weight is not finite; nothing is written.
     """
-    _require_finite(model)
+    _require_finite(model, weights)
     folder.mkdir(parents=True)
     if is_adapted(model):
-        _save_adapter(model, source, folder)
+        _save_adapter(model, weights, source, folder)
     else:
-        _save_model(model, source, folder)
+        _save_model(model, weights, source, folder)
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(0o644)  # safetensors lets only the owner read
@@ -67,16 +68,33 @@ def load_adapter(model: nn.Module, folder: Path, name: str = TRAINED) -> None:
         raise TrainingError(f"{folder}: the adapter does not fit the model: {(missing or report.unexpected_keys)[:3]}")
 
 
+def read_weights(model: nn.Module, source: Source, folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint of this model, whole, by the names of its own weights."""
+    from peft import get_peft_model_state_dict
+
+    if not is_adapted(model):
+        return read_model(model, source, folder)
+    saved = load_file(folder / ADAPTER_WEIGHTS)
+    own = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad}
+    if model.peft_config[TRAINED].is_prompt_learning:
+        return dict(zip(own, saved.values(), strict=True))  # one tensor
+    saved = trained_part(model, saved) if is_pissa(model) else saved
+    # peft renames the weights that it is given, and so tells which name in the file is whose.
+    names = {weight: name for name, weight in own.items()}
+    renamed = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
+    return {names[weight]: saved[name] for name, weight in renamed.items()}
+
+
 def make_adapter_config(model: nn.Module) -> dict[str, Any]:
     config = {**model.peft_config[TRAINED].to_dict(), "inference_mode": True}
     # Sets have no order of their own: the same run is to give the same bytes.
     return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
 
 
-def _save_adapter(model: nn.Module, source: Source, folder: Path) -> None:
+def _save_adapter(model: nn.Module, weights: dict[str, Tensor], source: Source, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    state = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
     config = make_adapter_config(model)
     if is_pissa(model):
         state, config = as_plain_lora(model, state, config)
@@ -101,7 +119,7 @@ def _sort_metadata(file: Path) -> None:
         opened.write(ordered)
 
 
-def _save_model(model: nn.Module, source: Source, folder: Path) -> None:
+def _save_model(model: nn.Module, weights: dict[str, Tensor], source: Source, folder: Path) -> None:
     from transformers import GenerationConfig
 
     # Many published generation configs contradict themselves, which transformers reads but does not write: theirs is
@@ -109,15 +127,15 @@ def _save_model(model: nn.Module, source: Source, folder: Path) -> None:
     published, own = source.folder / "generation_config.json", model.generation_config
     model.generation_config = GenerationConfig() if published.exists() else own
     try:
-        get_base(model).save_pretrained(folder)
+        get_base(model).save_pretrained(folder, state_dict=weights)
     finally:
         model.generation_config = own
     if published.exists():
         shutil.copyfile(published, folder / published.name)
 
 
-def _require_finite(model: nn.Module) -> None:
-    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+def _require_finite(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    trained = [(name, weights[name]) for name, weight in model.named_parameters() if weight.requires_grad]
     bad = [name for name, weight in trained if not torch.isfinite(weight).all()]
     if bad:
         raise TrainingError(

@@ -11,7 +11,7 @@ from training.plan import Plan
 from training.rank.data import Labelled, Pair, Trained, sequences_of
 from training.rank.kto import make_mismatched
 from training.rank.loss import NO_LABEL, count_trained
-from training.rank.passes import PassLimit, make_passes
+from training.rank.passes import Pass, PassLimit, Row, share_passes
 from training.rank.sieve import Example
 
 
@@ -22,11 +22,22 @@ class Workload:
     adapter: Adapter
 
     def of_window(self, rows: Sequence[Trained], limit: PassLimit) -> Work:
-        """All passes of a step, those over the reference among them."""
-        plan, passes = self.plan, list(_list_passes(self.plan.method, rows, limit))
-        others: list[Sequence[Example]] = []
-        if plan.method == "kto":
-            others = list(make_passes(make_mismatched(cast(Sequence[Labelled], rows)), limit))
+        """All passes of a step on all ranks, those over the reference among them. A pass that does not count is done,
+        and not needed."""
+        kto = self.plan.method == "kto"
+        passes = _share(rows, limit, self.plan.data)
+        others = _share(make_mismatched(cast(Sequence[Labelled], rows)), limit, self.plan.data) if kto else []
+        counted, idle = (
+            self._count(
+                [part.rows for part in passes if part.counts == counts],
+                [part.rows for part in others if part.counts == counts],
+            )
+            for counts in (True, False)
+        )
+        return Work(counted.done + idle.done, counted.needed)
+
+    def _count(self, parts: Sequence[Sequence[Trained]], others: Sequence[Sequence[Example]]) -> Work:
+        plan, passes = self.plan, list(_list_passes(self.plan.method, parts))
         return count_training(
             self.matmuls, self._load(passes), checkpointing=plan.gradient_checkpointing
         ) + count_references(
@@ -52,8 +63,12 @@ def used_tokens(row: Example) -> int:
     return next((place for place in range(len(row.labels) - 1, 0, -1) if row.labels[place] != NO_LABEL), 0)
 
 
-def _list_passes(method: str, rows: Sequence[Trained], limit: PassLimit) -> Iterator[Sequence[Example]]:
-    for part in make_passes(rows, limit):
+def _share(rows: Sequence[Row], limit: PassLimit, ranks: int) -> list[Pass[Row]]:
+    return [part for own in share_passes(rows, limit, ranks) for part in own]
+
+
+def _list_passes(method: str, parts: Sequence[Sequence[Trained]]) -> Iterator[Sequence[Example]]:
+    for part in parts:
         if method == "dpo":
             pairs = cast(Sequence[Pair], part)
             yield [pair.chosen for pair in pairs]

@@ -1,0 +1,83 @@
+"""Runs on several ranks, many in one start of torchrun, and how they compare with one process."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.training.tiny_runs import curve_of, weights_of
+from training.rundir import RunDir, write_json
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+SCRIPT = Path(__file__).with_name("train_all.py")
+
+LOSS, NORM, WEIGHTS = 1e-6, 5e-6, 2e-4
+"""How far rounding takes two ranks from one, relative, and for weights to the largest of them. A wrong divisor is
+seen as 1e-1."""
+
+
+def on_ranks(body: dict[str, Any], ranks: int, strategy: str) -> dict[str, Any]:
+    return {**body, "parallelism": {"strategy": strategy, "data": ranks}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attempt at a run; it may be stopped by one rank that is asked to at its n-th check."""
+
+    path: Path
+    body: dict[str, Any]
+    attempt: int = 1
+    stop_rank: int | None = None
+    stop_check: int = 0
+
+
+def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case]) -> list[list[int]]:
+    """All cases in their order, in one start; of each the exit codes of all ranks."""
+    for case in cases:
+        case.path.mkdir(exist_ok=True, parents=True)
+        write_json(RunDir(case.path).spec, case.body)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        listed = Path(place) / "cases.json"
+        write_json(listed, [{**asdict(case), "path": str(case.path)} for case in cases])
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        command = [*torchrun, "--local-addr=127.0.0.1", str(SCRIPT), str(listed)]
+        made = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
+        assert made.returncode == 0, made.stderr[-8000:]
+        codes = [[listed.with_name(f"code-{number}-{rank}") for rank in range(ranks)] for number in range(len(cases))]
+        return [[int(file.read_text()) for file in files] for files in codes]
+
+
+def assert_same_training(path: Path, want: Path, *, apart: Mapping[str, float] | None = None) -> None:
+    """The curves of two runs, and what they made, but for rounding. Metrics may be `apart` by so much by name."""
+    got_curve, want_curve = curve_of(path, with_flops=False), curve_of(want, with_flops=False)
+    assert got_curve.keys() == want_curve.keys()
+    for place, data in want_curve.items():
+        got = got_curve[place]
+        assert got.keys() == data.keys()
+        for name, value in data.items():
+            limit = (NORM if name == "grad_norm" else LOSS) * max(abs(value), 1e-3)
+            assert abs(got[name] - value) <= (apart or {}).get(name, limit), (place, name, got[name], value)
+    for result in ("adapter", "model"):
+        if (want / result).exists():
+            assert find_difference(path / result, want / result) <= WEIGHTS
+            assert without_weights(path / result) == without_weights(want / result)
+
+
+def find_difference(one: Path, other: Path) -> float:
+    """Of the weights of two folders, against the largest of them."""
+    a, b = weights_of(one), weights_of(other)
+    assert {name: (w.shape, w.dtype) for name, w in a.items()} == {name: (w.shape, w.dtype) for name, w in b.items()}
+    largest = max(float(weight.abs().max()) for weight in b.values())
+    return max(float((a[name] - b[name]).abs().max()) for name in b) / largest
+
+
+def without_weights(folder: Path) -> dict[str, bytes]:
+    """All that a folder holds beside, by name."""
+    skipped = {"manifest.json"}
+    files = (file for file in folder.iterdir() if file.suffix != ".safetensors" and file.name not in skipped)
+    return {file.name: file.read_bytes() for file in files}

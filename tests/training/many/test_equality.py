@@ -1,0 +1,117 @@
+"""Whatever the strategy and the number of ranks, a run is what one process computes; and that is what a plain loop in
+PyTorch computes (test_plain_loop.py). Nine rows in windows of four: the last has one, fewer than there are ranks."""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.many.ranks import Case, assert_same_training, on_ranks, train_on_ranks
+from tests.training.tiny_runs import events_of, make_job, read_json, train_here, weights_of
+from training.rundir import EXIT_FINISHED
+
+HYPER = {"n_epochs": "auto", "max_steps": 20, "eval_steps": 5, "save_steps": 10}
+JOBS: dict[str, dict[str, Any]] = {
+    "full": {"adapter": {"type": "full"}},
+    "lora": {},
+    "full, tied": {"adapter": {"type": "full"}, "tied": True},
+    "full, two rows a pass": {"adapter": {"type": "full"}, "hyper": {"micro_batch_size": 2}},
+    "full, not clipped": {"adapter": {"type": "full"}, "hyper": {"max_grad_norm": 0}},
+    "full, experts": {"adapter": {"type": "full"}, "family": "mixtral"},
+    "lora, as many rows a pass as fit": {"hyper": {"micro_batch_size": "auto"}},
+    "lora, checkpointed": {"gradient_checkpointing": True},
+    "lora, packed": {"hyper": {"packing": True, "max_seq_len": 64}},
+    "lora, head and embeddings trained": {"adapter": {"modules_to_save": ["lm_head", "embed_tokens"]}},
+    "lora, experts": {"family": "mixtral"},
+    "pissa": {"adapter": {"init": "pissa"}},
+    "dora": {"adapter": {"use_dora": True}},
+    "ia3": {"adapter": {"type": "ia3"}},
+    "prompt": {"adapter": {"type": "prompt"}},
+    "prefix": {"adapter": {"type": "prefix"}},
+    "qlora": {"adapter": {"type": "qlora"}},
+    "pretrain": {"method": "pretrain", "hyper": {"max_seq_len": 16}},
+    "dpo": {"method": "dpo"},
+    "kto": {"method": "kto"},
+}
+FOUR = ("full", "lora", "kto")
+ONE_DEVICE_ONLY = {"fsdp": ("prompt", "prefix", "qlora")}
+CASES = [
+    *(
+        (strategy, 2, job)
+        for strategy in ("ddp", "fsdp")
+        for job in JOBS
+        if job not in ONE_DEVICE_ONLY.get(strategy, ())
+    ),
+    *((strategy, 4, job) for strategy in ("ddp", "fsdp") for job in FOUR),
+]
+REWARDS = ("rewards_chosen", "rewards_rejected", "reward_margin", "kl", "train_loss", "eval_loss")
+PREFERENCES = {prefix + name: 1e-5 for name in REWARDS for prefix in ("", "eval_")}
+"""Small differences of log-probabilities, which are numbers of about 100: what rounding leaves of them."""
+
+
+class Runs:
+    """Of each job one run in this process, and one on each number of ranks, started when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bodies = {job: self._make(job) for job in JOBS}
+        self.started: set[tuple[str, int]] = set()
+
+    def one(self, job: str) -> Path:
+        path = self.folder / job / "one"
+        if not path.exists():
+            assert train_here(path, self.bodies[job]) == EXIT_FINISHED
+        return path
+
+    def many(self, strategy: str, ranks: int, job: str) -> Path:
+        if (strategy, ranks) not in self.started:
+            self.started.add((strategy, ranks))
+            jobs = [case[2] for case in CASES if case[:2] == (strategy, ranks)]
+            cases = [
+                Case(self._path(strategy, ranks, job), on_ranks(self.bodies[job], ranks, strategy)) for job in jobs
+            ]
+            assert train_on_ranks(self.folder, ranks, cases) == [[EXIT_FINISHED] * ranks] * len(jobs)
+        return self._path(strategy, ranks, job)
+
+    def _path(self, strategy: str, ranks: int, job: str) -> Path:
+        return self.folder / job / f"{strategy}-{ranks}"
+
+    def _make(self, job: str) -> dict[str, Any]:
+        folder, asked = self.folder / job, dict(JOBS[job])
+        folder.mkdir()
+        return make_job(folder, rows=9, **{**asked, "hyper": {**HYPER, **asked.get("hyper", {})}})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    yield Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "job"), CASES)
+def test_ranks_compute_what_one_process_computes(strategy: str, ranks: int, job: str, runs: Runs) -> None:
+    """20 steps: losses, norms, rates and evaluations of each, and the weights and all files of the result."""
+    limits: Mapping[str, float] = PREFERENCES if job in ("dpo", "kto") else {}
+    many, one = runs.many(strategy, ranks, job), runs.one(job)
+    plan = read_json(many / "plan.json")
+    assert (plan["strategy"], plan["ranks"], plan["data"]) == (strategy, ranks, ranks)
+    assert_same_training(many, one, apart=limits)
+    for step in ("step-00000010", "step-00000020"):
+        result = "model" if (one / "model").exists() else "adapter"
+        assert weights_of(many / "checkpoints" / step / result).keys() == weights_of(one / result).keys()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_work_is_that_of_all_ranks_and_the_share_of_the_peak_that_of_each(strategy: str, runs: Runs) -> None:
+    """A window of one row is computed by one rank, and by the others in vain: done, and not needed."""
+    many, one = runs.many(strategy, 2, "full"), runs.one("full")
+    steps = {path: [event.data for event in events_of(path, "metrics")] for path in (many, one)}
+    so_far = {path: [0, *(data["flops"] for data in told)] for path, told in steps.items()}
+    flops = {path: [after - before for before, after in pairwise(counts)] for path, counts in so_far.items()}
+    for step, (got, want) in enumerate(zip(flops[many], flops[one], strict=True), 1):
+        assert got == pytest.approx(want if step % 3 else 2 * want), step
+    peak = read_json(many / "plan.json")["compute"]["peak_flops_per_s"]
+    for step, data in enumerate(steps[many]):
+        needed = flops[one][step]
+        assert data["mfu"] == pytest.approx(needed / (2 * peak * data["step_s"]))

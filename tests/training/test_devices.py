@@ -1,0 +1,151 @@
+"""How a job is spread over devices: which mixes are offered, and what is said of the others."""
+
+from typing import Any
+
+import pytest
+from test_plan import A100, SMOL, plan_for
+
+from training.errors import SpecError
+from training.hardware import Hardware
+from training.spec import parse_spec
+
+EIGHT = Hardware(
+    gpus=tuple(A100.model_copy(update={"index": index}) for index in range(8)), cpu_cores=64, memory_bytes=2**40
+)
+
+
+def refuse(hyper: dict[str, Any] | None = None, **more: Any) -> SpecError:
+    given = {} if hyper is None else {"hyperparameters": hyper}
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"model": "m", "training_file": "f", **given, **more})
+    assert refused.value.message.startswith(refused.value.param or "")
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "strategy", "ranks"),
+    [
+        ("auto", {}, "none", 1),
+        (1, {}, "none", 1),
+        (1, {"strategy": "none"}, "none", 1),
+        (4, {}, "ddp", 4),
+        (4, {"data": 4}, "ddp", 4),
+        (2, {"strategy": "fsdp"}, "fsdp", 2),
+        (0, {}, "none", 1),
+        (0, {"data": 3}, "ddp", 3),
+        ("auto", {"data": 2, "strategy": "fsdp"}, "fsdp", 2),
+    ],
+)
+def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
+    gpus: int | str, asked: dict[str, Any], strategy: str, ranks: int
+) -> None:
+    spec = parse_spec({"model": "m", "training_file": "f", "resources": {"gpus": gpus}, "parallelism": asked})
+    assert (spec.layout.strategy, spec.layout.ranks, spec.layout.data) == (strategy, ranks, ranks)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "param", "words"),
+    [
+        (4, {"strategy": "none"}, "parallelism.strategy", '"none" is for one device, and there are 4; set "auto"'),
+        (1, {"strategy": "ddp"}, "parallelism.strategy", "set resources.gpus to 2 or more"),
+        ("auto", {"strategy": "fsdp"}, "parallelism.strategy", "on the CPU parallelism.data"),
+        (3, {"data": 2}, "parallelism.data", "takes 2 GPUs, and resources.gpus is 3; make them equal"),
+        (2, {"data": 0}, "parallelism.data", "from 1 to 1024"),
+        (2, {"dta": 2}, "parallelism.dta", 'did you mean "data"'),
+        (2, {"strategy": "zero9"}, "parallelism.strategy", 'not one of "none", "ddp"'),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(
+    gpus: int | str, asked: dict[str, Any], param: str, words: str
+) -> None:
+    error = refuse(resources={"gpus": gpus}, parallelism=asked)
+    assert (error.param, error.code in ("invalid_value", "unknown_field")) == (param, True)
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"adapter": {"type": "qlora"}}, "parallelism.strategy", '"ddp" trains qlora'),
+        ({"adapter": {"type": "prompt"}}, "parallelism.strategy", '"ddp" trains it'),
+        ({"adapter": {"type": "prefix"}}, "parallelism.strategy", '"ddp" trains it'),
+        ({"hyper": {"optimizer": "adafactor"}}, "parallelism.strategy", 'take "adamw", or "ddp"'),
+        ({"hyper": {"optimizer": "adamw_8bit"}}, "parallelism.strategy", 'take "adamw", or "ddp"'),
+        ({"activation_offloading": True}, "activation_offloading", "leave it out"),
+    ],
+)
+def test_what_fsdp_cannot_split_is_refused_with_what_works(more: dict[str, Any], param: str, words: str) -> None:
+    error = refuse(resources={"gpus": 2}, parallelism={"strategy": "fsdp"}, **more)
+    assert error.param == param
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    "asked", [{"strategy": "zero9"}, {"tensor": 2}, {"pipeline": 2}, {"expert": 2}, {"offload": "params"}]
+)
+def test_what_is_not_offered_yet_is_refused_by_its_value(asked: dict[str, Any]) -> None:
+    (name,) = asked
+    error = refuse(parallelism=asked, resources={"gpus": 2})
+    assert error.param == f"parallelism.{name}"
+    assert error.code == ("invalid_value" if asked[name] == "zero9" else "not_offered")
+
+
+@pytest.mark.parametrize(
+    ("hyper", "field", "words"),
+    [
+        ({"batch_size": 5}, "batch_size", "batch_size 5 is not a multiple of 4 data-parallel ranks; 8 is one"),
+        (
+            {"batch_size": 10, "micro_batch_size": 5},
+            "micro_batch_size",
+            "batch_size 10 is not a multiple of micro_batch_size 5 x 4 data-parallel ranks; 20 is one",
+        ),
+        (
+            {"batch_size": 12, "micro_batch_size": 3, "gradient_accumulation_steps": 4},
+            "gradient_accumulation_steps",
+            "batch_size 12 is not micro_batch_size 3 x gradient_accumulation_steps 4 x 4 data-parallel ranks",
+        ),
+    ],
+)
+def test_a_batch_that_ranks_cannot_share_is_refused_with_the_numbers(
+    hyper: dict[str, int], field: str, words: str
+) -> None:
+    error = refuse(hyper=hyper, resources={"gpus": 4})
+    assert error.param == f"hyperparameters.{field}"
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("hyper", "batch", "micro", "cuts"),
+    [
+        ({}, 8, 1, 1),
+        ({"micro_batch_size": 3}, 24, 3, 1),
+        ({"micro_batch_size": 3, "gradient_accumulation_steps": 2}, 48, 3, 2),
+        ({"batch_size": 32, "micro_batch_size": 2}, 32, 2, 2),
+        ({"batch_size": 32, "gradient_accumulation_steps": 2}, 32, 2, 2),
+        ({"batch_size": 64}, 64, 8, 1),
+    ],
+)
+def test_batch_is_micro_batch_times_accumulation_times_ranks(
+    hyper: dict[str, int], batch: int, micro: int, cuts: int
+) -> None:
+    plan = plan_for(hardware=EIGHT, resources={"gpus": 8}, hyper=hyper)
+    assert (plan.ranks, plan.data, plan.strategy) == (8, 8, "ddp")
+    assert (plan.batch_size, plan.micro_batch_size, plan.gradient_accumulation_steps) == (batch, micro, cuts)
+
+
+@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("fsdp", 8)])
+def test_model_states_of_a_rank_are_16_bytes_a_parameter_or_their_share(strategy: str, parts: int) -> None:
+    """ZeRO (Rajbhandari et al. 2020, figure 1): K + 2 + 2 there is 4 + 4 + 8 here, with fp32 weights; full sharding
+    divides all of it."""
+    model = SMOL.model_copy(update={"trained_parameters": SMOL.parameters})
+    plan = plan_for(
+        hardware=EIGHT,
+        model=model,
+        resources={"gpus": 8},
+        adapter={"type": "full"},
+        parallelism={"strategy": strategy},
+    )
+    memory = plan.memory
+    states = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    assert states == 16 * SMOL.parameters / parts
+    assert plan.activation_offloading is False

@@ -1,0 +1,96 @@
+"""Fully sharded data parallel (Zhao et al. 2023, arXiv:2304.11277), PyTorch's `fully_shard`: each rank keeps a part of
+every weight, its gradient and its moments, and gathers a layer's weights while it computes the layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from training.errors import TrainingError
+from training.plan import Plan
+from training.rank.group import Group
+from training.rank.model import get_base
+from training.rank.parallel import SingleDevice
+
+
+class Fsdp(SingleDevice):
+    """Gradients are averaged, and each rank's part of them kept, after every pass and not after a window's last alone:
+    otherwise each rank would hold the gradient of the whole model meanwhile."""
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
+        base = get_base(model)
+        mesh = init_device_mesh(plan.device, (group.ranks,))
+        for layer in find_layers(base):
+            fully_shard(layer, mesh=mesh)
+        # What is left, embeddings and head, stays whole from the forward pass to the end of the backward pass: the loss
+        # is computed from the head's weights by hand (head.py).
+        fully_shard(base, mesh=mesh, reshard_after_forward=False)
+        super().__init__(model, plan, group)
+        self.data_rank, self.data_ranks = group.rank, group.ranks
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        super().backward(loss * self.data_ranks, last=last)  # for it is averaged over them
+
+    def total(self, value: Tensor) -> Tensor:
+        return self.group.total(value)
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        # Tied weights stand under each of their names, and are gathered once.
+        whole: dict[Tensor, Tensor] = {}
+        adapted = get_base(self.model) is not self.model
+        found = {}
+        for name, weight in self.model.state_dict(keep_vars=True).items():
+            if adapted and not weight.requires_grad:
+                continue
+            if weight not in whole:
+                whole[weight] = _gather(weight.detach(), keep=self.group.rank == 0)
+            found[name] = whole[weight]
+        return found if self.group.rank == 0 else {}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        own = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters(remove_duplicate=False))}
+        unknown = [name for name in weights if name not in own]
+        if unknown:
+            raise TrainingError(f"the model has no weights {unknown[:3]}")
+        for name, weight in weights.items():
+            own[name].copy_(_cut_like(own[name], weight))
+
+    def _find_norm(self, gradients: list[Tensor]) -> Tensor:
+        norm = super()._find_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _whole(self, moments: dict[str, Any]) -> dict[str, Any]:
+        keep = self.group.rank == 0
+        return {name: _gather(value, keep) if isinstance(value, DTensor) else value for name, value in moments.items()}
+
+    def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:
+        weight = self._trained[name]
+        return {
+            kind: _cut_like(weight, value) if isinstance(value, Tensor) and value.shape == weight.shape else value
+            for kind, value in moments.items()
+        }
+
+
+def find_layers(base: nn.Module) -> list[nn.Module]:
+    """The decoder layers: the longest list of modules of one class."""
+    lists = [list(module) for module in base.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
+    return max(alike, key=lambda layers: sum(weight.numel() for layer in layers for weight in layer.parameters()))
+
+
+def _gather(part: Tensor, keep: bool) -> Tensor:
+    """The whole of a tensor, on the host; all ranks take part, and those that do not keep it have none of it."""
+    whole = part.full_tensor() if isinstance(part, DTensor) else part
+    return whole.cpu() if keep else whole.new_empty(0)
+
+
+def _cut_like(own: Tensor, whole: Tensor) -> Tensor:
+    """Of a whole tensor, which every rank has, this rank's part."""
+    if not isinstance(own, DTensor):
+        return whole
+    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)

@@ -1,0 +1,134 @@
+"""The ranks of a run, and what they tell each other beside gradients. All call the same methods in the same order."""
+
+import faulthandler
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.errors import BurnishError
+from training.rundir import COLLECTIVE_TIMEOUT_S, TIMEOUT_SETTING
+
+T = TypeVar("T")
+
+STACKS_AT = 0.8
+"""Share of the time that a collective may take, after which each rank writes into the log where it stands."""
+
+
+class Group(Protocol):
+    rank: int
+    ranks: int
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, on all ranks; the others do not call it. What it raises, all raise."""
+
+    def any(self, wish: bool) -> bool:
+        """Whether it is true of any rank."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+
+    def highest(self, value: int) -> int: ...
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over the ranks."""
+
+
+class Alone:
+    """A run of one process."""
+
+    rank, ranks = 0, 1
+
+    def first(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def any(self, wish: bool) -> bool:
+        return wish
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def highest(self, value: int) -> int:
+        return value
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+
+class Ranks:
+    """The processes that torchrun started."""
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+
+    def first(self, work: Callable[[], T]) -> T:
+        told: list[Any] = [None]
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                told = [(work(), None)]
+            except Exception as caught:  # whatever it is, the others must not wait for it
+                error = caught
+                told = [(None, caught if isinstance(caught, BurnishError) else BurnishError(f"rank 0: {caught}"))]
+        dist.broadcast_object_list(told, src=0)
+        value, failure = told[0]
+        if failure is not None:
+            raise error or failure
+        result: T = value
+        return result
+
+    def any(self, wish: bool) -> bool:
+        faulthandler.dump_traceback_later(STACKS_AT * find_timeout_s())
+        told = torch.tensor([wish], dtype=torch.int32)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told)
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def highest(self, value: int) -> int:
+        told = torch.tensor([value])
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return int(told)
+
+    def total(self, value: Tensor) -> Tensor:
+        told = value.clone()
+        dist.all_reduce(told)
+        return told
+
+
+def find_rank() -> tuple[int, int]:
+    """Which rank this process is, and of how many."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def find_timeout_s() -> float:
+    return float(os.environ.get(TIMEOUT_SETTING, COLLECTIVE_TIMEOUT_S))
+
+
+def join_group(ranks: int, device: str) -> Group:
+    """Meet the other ranks; on a GPU this rank takes its own.
+
+    Raises:
+        BurnishError: this process was not started as one of so many.
+    """
+    started = find_rank()[1]
+    if ranks != started:
+        raise BurnishError(
+            f"the run has {ranks} ranks and {started} were started; start it with `python -m training run`"
+        )
+    if ranks == 1:
+        return Alone()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        # What the ranks tell each other goes through the host: a GPU need not wait for it.
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=find_timeout_s()))
+    return Ranks()

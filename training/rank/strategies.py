@@ -1,0 +1,22 @@
+"""Which class trains a plan's strategy."""
+
+from torch import nn
+
+from training.plan import Plan
+from training.rank.group import Group
+from training.rank.parallel import Parallel, SingleDevice
+
+
+def build_parallel(model: nn.Module, plan: Plan, group: Group) -> Parallel:
+    """The model in its place on the ranks, with its optimizer. What a run does not need is not imported."""
+    match plan.strategy:
+        case "ddp":
+            from training.rank.ddp import Ddp
+
+            return Ddp(model, plan, group)
+        case "fsdp":
+            from training.rank.fsdp import Fsdp
+
+            return Fsdp(model, plan, group)
+        case _:
+            return SingleDevice(model, plan, group)
