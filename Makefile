@@ -47,7 +47,13 @@ up: setup ## Start the service and keep it up (HOST, PORT)
 
 .PHONY: test
 test: check ## Run the checks and all tests (PYTEST_ARGS="-k upload" for some)
+ifeq ($(strip $(PYTEST_ARGS)),)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/e2e --ignore tests/cli
+# With nothing beside them: these start whole services, and kill parts of them.
+	$(BIN)/python -m pytest tests/e2e tests/cli
+else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+endif
 
 .PHONY: check
 check: setup ## Check style, types and who imports whom
