@@ -3,10 +3,13 @@
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 from store.settings import Settings
+from training.devices import NOT_OFFERED, Strategy
 
 ROOT = Path(__file__).parents[1]
+NAMED = re.compile(r"`((?:\w+/)?test_\w+\.py)::(test_\w+)`")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -35,8 +38,23 @@ def test_every_fault_of_trainers_has_a_test_that_is_there() -> None:
     assert len(faults) > 35
     for fault, _, right, tests in faults:
         assert fault and right
-        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests)
+        named = NAMED.findall(tests)
         assert named or tests.startswith("not offered"), fault
         for file, name in named:
-            tree = ast.parse((ROOT / "tests/training" / file).read_text("utf-8"))
-            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
+            require_test(file, name)
+
+
+def test_every_strategy_that_is_offered_has_a_test_that_is_there() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/parallelism.md").read_text("utf-8"), re.M)
+    offered = {name for name in get_args(Strategy) if ("strategy", name) not in NOT_OFFERED}
+    assert {name for name, _ in rows} == offered
+    for name, cells in rows:
+        named = NAMED.findall(cells)
+        assert named, name
+        for file, test in named:
+            require_test(file, test)
+
+
+def require_test(file: str, name: str) -> None:
+    tree = ast.parse((ROOT / "tests/training" / file).read_text("utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"

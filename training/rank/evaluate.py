@@ -46,5 +46,5 @@ def evaluate(
     finally:
         model.train(training)
         random.restore()
-    sums = totals.over_ranks(parallel)
+    sums, _ = totals.over_ranks(parallel)
     return Evaluation(sums["loss"] / window.weight, objective.make_evaluation(sums, window))

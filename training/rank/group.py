@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.errors import BurnishError
+from training.rank.failure import explain
 from training.rundir import COLLECTIVE_TIMEOUT_S, TIMEOUT_SETTING
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Ranks:
                 told = [(work(), None)]
             except Exception as caught:  # whatever it is, the others must not wait for it
                 error = caught
-                told = [(None, caught if isinstance(caught, BurnishError) else BurnishError(f"rank 0: {caught}"))]
+                told = [(None, explain(caught))]
         dist.broadcast_object_list(told, src=0)
         value, failure = told[0]
         if failure is not None:

@@ -152,10 +152,10 @@ def accumulate(
         # Divided by the weight of the whole window: the result does not depend on how the window is cut.
         run.parallel.backward(scores.loss / window.weight * part.counts, last=last)
         totals.add(scores, part)
-    sums = totals.over_ranks(run.parallel)
+    sums, losses_of_ranks = totals.over_ranks(run.parallel)
     passes = [
         (part.rows, loss / run.objective.weigh(part.rows))
-        for parts, losses in zip(shares, totals.losses(run.parallel), strict=True)
+        for parts, losses in zip(shares, losses_of_ranks, strict=True)
         for part, loss in zip(parts, losses, strict=True)
         if part.counts
     ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from training.adapter import Adapter
+from training.devices import SHARDS_WEIGHTS
 from training.errors import ModelError, SpecError
 from training.facts import ModelFacts
 from training.plan import Plan
@@ -106,7 +107,8 @@ def _count_stacked(model: nn.Module, adapter: Adapter) -> int:
 
 
 def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | None = None) -> nn.Module:
-    """The model on its device in train mode: what is trained in fp32, frozen weights in the compute type or quantised.
+    """The model in train mode, on its device, or on the host where each rank is to take a part of it: what is trained
+    in fp32, frozen weights in the compute type or quantised.
 
     `weights` is the folder of a checkpoint of a full fine-tune, read in the place of the base.
 
@@ -114,15 +116,16 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
         ModelError: the weights are not whole.
     """
     full = adapter.type == "full"
+    device = "cpu" if plan.strategy in SHARDS_WEIGHTS else plan.device
     dtype = torch.float32 if full else DTYPES[plan.precision]
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":
-        extra = {"quantization_config": make_quantization(adapter, dtype), "device_map": {"": plan.device}}
+        extra = {"quantization_config": make_quantization(adapter, dtype), "device_map": {"": device}}
     model = _load_weights(source, weights or source.folder, dtype, ATTENTION[plan.attention], **extra)
     if adapter.type == "qlora":
         make_trainable(model)
     else:
-        model = model.to(plan.device)
+        model = model.to(device)
     if full:
         _own_weights(model)
     else:

@@ -74,16 +74,13 @@ class Totals:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._losses.append(scores.loss.detach().double())
 
-    def over_ranks(self, parallel: Parallel) -> dict[str, float]:
-        sums = parallel.total(torch.stack(list(self._sums.values())))
-        return dict(zip(self._sums, sums.tolist(), strict=True))
-
-    def losses(self, parallel: Parallel) -> Tensor:
-        """(data ranks, passes): the summed loss of each pass."""
-        losses = torch.stack(self._losses)
+    def over_ranks(self, parallel: Parallel) -> tuple[dict[str, float], Tensor]:
+        """The sums over all ranks, and (data ranks, passes) the summed loss of each pass, in one exchange."""
+        sums, losses = torch.stack(list(self._sums.values())), torch.stack(self._losses)
         table = losses.new_zeros(parallel.data_ranks, len(losses))
         table[parallel.data_rank] = losses
-        return parallel.total(table)
+        whole = parallel.total(torch.cat([sums, table.flatten()]))
+        return dict(zip(self._sums, whole[: len(sums)].tolist(), strict=True)), whole[len(sums) :].view_as(table)
 
 
 @contextmanager

@@ -100,6 +100,8 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
     hardware = find_hardware()
     _use_cores(hardware)
     device = "cpu" if spec.resources.gpus == 0 else hardware.kind
+    if device == "cuda" and not plan_only:
+        _require_gpu()
     group = Alone() if plan_only else join_group(spec.layout.ranks, device)
     found = None if plan_only else group.first(lambda: _find_checkpoint(this))
     resumed_from = step_of(found) if found else None
@@ -158,7 +160,6 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
         load_progress(found, this.progress)
         require_target(inputs.spec, plan.steps, this.progress.step)
         _find_best(this, group)
-    _set_up_device(plan)
     _seed(plan.seed)
     adapter = inputs.spec.adapter
     weights = found / "model" if found and adapter.type == "full" else None
@@ -230,10 +231,8 @@ def _use_cores(hardware: Hardware) -> None:
         torch.set_num_threads(hardware.cpu_cores)
 
 
-def _set_up_device(plan: Plan) -> None:
+def _require_gpu() -> None:
     """Raises CapacityError where torch cannot use the GPU that the driver shows."""
-    if plan.device != "cuda":
-        return
     if not torch.cuda.is_available():
         message = (
             "the driver shows a GPU but torch cannot use it; install a torch that fits the driver, "

@@ -21,6 +21,7 @@ from torch.distributed.run import config_from_args, parse_args
 from training.errors import RankDiedError
 from training.events import Event, EventLog, read_events
 from training.rank.failure import was_left
+from training.rank.lock import lock
 from training.rundir import COLLECTIVE_TIMEOUT_S, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir
 
 HANGING_S = 10
@@ -34,6 +35,12 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, default=1)
     asked, others = parser.parse_known_args()
     run_dir = RunDir(asked.run_dir.resolve())
+    try:
+        with lock(run_dir.path / "lock", wait=False):  # which rank 0 takes
+            pass
+    except BlockingIOError:
+        print(f"error: another process is at work in {run_dir.path}; wait for it or stop it", file=sys.stderr)
+        return EXIT_FAILED
     _share_host(asked.ranks)
     with tempfile.TemporaryDirectory(prefix="burnish-ranks-") as logs:
         config, command, arguments = config_from_args(
@@ -58,9 +65,9 @@ def main() -> int:
         try:
             elastic_launch(config, command)(*arguments)
         except SignalException as asked_to_stop:
-            return _tell_end(run_dir, asked.attempt, {}, asked_to_stop.sigval)
+            return _tell_end(run_dir, asked.attempt, _read_failures(Path(logs)), asked_to_stop.sigval)
         except ChildFailedError as failed:
-            return _tell_end(run_dir, asked.attempt, failed.failures, None)
+            return _tell_end(run_dir, asked.attempt, failed.failures)
         return EXIT_FINISHED
 
 
@@ -71,21 +78,26 @@ def _share_host(ranks: int) -> None:
 
 
 def _tell_end(
-    run_dir: RunDir, attempt: int, failures: dict[int, ProcessFailure], ended_by: signal.Signals | None
+    run_dir: RunDir, attempt: int, failures: dict[int, ProcessFailure], ended_by: signal.Signals | None = None
 ) -> int:
     """The exit code, once no rank is left. A failure is told here: rank 0 may know nothing of that of another."""
     told = _find_last(run_dir, attempt)
     if told is not None and told.type in ("finished", "stopped"):
         return EXIT_FINISHED if told.type == "finished" else EXIT_STOPPED
-    if not failures:
-        # Ended before the first of them could listen.
-        signal.signal(ended_by or signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), ended_by or signal.SIGTERM)
+    if not failures and ended_by is not None:
+        return -ended_by  # before the first of them could listen
     step, data = explain_failures(failures)
-    events = EventLog(run_dir.events, attempt)
-    events.append("failed", step, data)
-    events.close()
+    with lock(run_dir.path / "lock", wait=False):
+        events = EventLog(run_dir.events, attempt)
+        events.append("failed", step, data)
+        events.close()
     return EXIT_FAILED
+
+
+def _read_failures(logs: Path) -> dict[int, ProcessFailure]:
+    """What ranks have said that failed while they were stopped."""
+    files = {int(file.parent.name): file for file in logs.rglob("error.json")}
+    return {rank: ProcessFailure(rank, 0, EXIT_FAILED, str(file)) for rank, file in files.items()}
 
 
 def explain_failures(failures: dict[int, ProcessFailure]) -> tuple[int, dict[str, Any]]:
@@ -116,4 +128,8 @@ def _find_last(run_dir: RunDir, attempt: int) -> Event | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""Real processes: a run on two ranks from the command line to its end, whichever of them is stopped, killed or hangs."""
+"""Real processes: a run on two ranks from the command line to its end, where one is stopped, killed or hangs."""
 
 import json
 import os
@@ -11,7 +11,17 @@ from typing import Any
 
 from tests.training.many.ranks import ENVIRONMENT, assert_same_training, on_ranks
 from tests.training.tiny_runs import events_of, last_event, make_job, train_here
-from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from training.launch import make_command, make_environment
+from training.rank.lock import lock
+from training.rundir import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    TIMEOUT_SETTING,
+    RunDir,
+    write_json,
+)
+from worker.processes import MARK, end_processes, find_processes, make_mark
 
 LONG = {"n_epochs": 400, "eval_steps": 10_000, "save_steps": 10}
 
@@ -43,7 +53,7 @@ def lives(pid: int) -> bool:
 
 
 def test_a_run_from_the_command_line_is_that_of_one_process_and_goes_on_after_a_signal(tmp_path: Path) -> None:
-    body = make_job(tmp_path, rows=9, hyper={"n_epochs": 40, "eval_steps": 60, "save_steps": 60})
+    body = make_job(tmp_path, rows=9, hyper={**LONG, "n_epochs": 40, "learning_rate": 1e-4})
     assert train_here(tmp_path / "one", body) == EXIT_FINISHED
     process = start(tmp_path, on_ranks(body, 2, "ddp"))
     wait_for_step(process, 10)
@@ -77,3 +87,60 @@ def test_a_rank_that_is_killed_ends_all_within_seconds_and_is_named(tmp_path: Pa
     assert (failed.data["fault"], failed.data["retryable"]) == ("infrastructure", True)
     assert failed.step >= 25
     assert not any(lives(pid) for pid in pids_of(tmp_path / "run"))
+
+
+def test_a_rank_that_hangs_is_found_out_and_all_write_where_they_stand(tmp_path: Path) -> None:
+    body = on_ranks(make_job(tmp_path, rows=9, hyper=LONG), 2, "ddp")
+    process = start(tmp_path, body, **{TIMEOUT_SETTING: "5"})
+    wait_for_step(process, 5)
+    os.kill(pids_of(tmp_path / "run")[1], signal.SIGSTOP)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == EXIT_FAILED
+    assert said == "error: rank 1 did not answer the others in time; log.txt says where each rank stood\n"
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "most recent call first" in log
+    assert "take_step" in log
+    assert not any(lives(pid) for pid in pids_of(tmp_path / "run"))
+
+
+def test_a_job_that_all_ranks_refuse_is_refused_as_on_one_device(tmp_path: Path) -> None:
+    body = {**make_job(tmp_path), "adapter": {"target_modules": ["q_prj"]}}
+    process = start(tmp_path, on_ranks(body, 2, "ddp"))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == EXIT_FAILED
+    assert said.startswith("error: adapter.target_modules: ")
+    assert said.count("\n") == 1
+    failed = last_event(tmp_path / "run")
+    assert (failed.type, failed.data["code"]) == ("failed", "invalid_value")
+
+
+def test_a_directory_at_which_another_run_is_at_work_is_left_alone(tmp_path: Path) -> None:
+    body = on_ranks(make_job(tmp_path, rows=9), 2, "ddp")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    with lock(run_dir.path / "lock"):
+        process = start(tmp_path, body)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == EXIT_FAILED
+    assert "another process is at work in" in said
+    assert not run_dir.events.exists()
+
+
+def test_a_service_finds_all_processes_of_a_run_by_their_mark_and_ends_them(tmp_path: Path) -> None:
+    body = on_ranks(make_job(tmp_path, rows=9, hyper=LONG), 2, "ddp")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    write_json(run_dir.spec, body)
+    command, environment = make_command(run_dir.path, 1), {**make_environment(ENVIRONMENT), MARK: make_mark("job", 1)}
+    with run_dir.log.open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    while not (run_dir.events.exists() and any(event.step > 5 for event in events_of(run_dir.path, "metrics"))):
+        assert process.poll() is None, run_dir.log.read_text()
+        time.sleep(0.1)
+    found = {process.pid for process in find_processes("job", 1)}
+    assert {process.pid, *pids_of(run_dir.path)} <= found
+    end_processes("job", 1, grace_s=60)
+    assert process.wait(10) == EXIT_STOPPED
+    assert last_event(run_dir.path).type == "stopped"
+    assert not find_processes("job", 1)
+    assert len(run_dir.list_checkpoints()) > 0
