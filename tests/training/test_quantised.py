@@ -9,6 +9,7 @@ import bitsandbytes
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tiny_runs import (
     StopAtCheck,
     curve_of,
@@ -30,6 +31,7 @@ from training.memory import bits_per_weight
 from training.rank.data import Example
 from training.rank.loss import compute_logits, make_batch, score
 from training.rank.model import build_model, load_config, make_facts
+from training.rank.objective import judging
 from training.rank.source import find_source
 from training.rundir import EXIT_FINISHED, EXIT_STOPPED
 from training.spec import parse_spec
@@ -162,15 +164,22 @@ def test_before_the_first_step_the_output_is_that_of_the_quantised_base(base: Pa
     assert not torch.equal(got, plain)
 
 
-def test_the_gradient_is_that_of_the_same_weights_unpacked(base: Path) -> None:
-    """Against a plain LoRA over weights that were quantised and unpacked again."""
-    packed = build(base, qlora())
-    plain = build(base, Adapter())
-    for layer in plain.modules():
-        if type(layer) is nn.Linear and layer.weight.shape[0] != 258 and not layer.weight.requires_grad:
-            own = layer.weight.data.clone()
-            weight = bitsandbytes.nn.Params4bit(own, requires_grad=False, quant_type="nf4").to("cpu")
-            layer.weight.data = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+@pytest.mark.parametrize("fields", [{}, {"bits": 8}], ids=["4 bit", "8 bit"])
+@pytest.mark.parametrize("dora", [False, True], ids=["", "dora"])
+def test_the_gradient_is_that_of_the_same_weights_unpacked(base: Path, fields: dict[str, Any], dora: bool) -> None:
+    """Against a plain adapter over weights that were quantised and unpacked again."""
+    packed = build(base, qlora(**fields, use_dora=dora))
+    unpacked = save_model(base.parent / f"unpacked {fields}")
+    weights = load_file(unpacked / "model.safetensors")
+    for name, own in weights.items():
+        if name.endswith("_proj.weight") and fields:
+            whole, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(own.half())
+            weights[name] = whole * scales.unsqueeze(1) / 127
+        elif name.endswith("_proj.weight"):
+            weight = bitsandbytes.nn.Params4bit(own.clone(), requires_grad=False, quant_type="nf4").to("cpu")
+            weights[name] = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+    save_file(weights, unpacked / "model.safetensors", {"format": "pt"})
+    plain = build(unpacked, Adapter(use_dora=dora))
     grads = []
     for model in (packed, plain):
         for name, weight in model.named_parameters():
@@ -203,6 +212,15 @@ def test_an_evaluation_between_changes_no_gradient(base: Path, fields: dict[str,
 
     for plain, after in zip(gradients(False), gradients(True), strict=True):
         assert torch.equal(plain, after)
+
+
+@pytest.mark.parametrize("fields", [*KINDS, {"bits": 8, "use_dora": True}], ids=[*IDS, "8 bit, dora"])
+def test_what_is_trained_and_what_it_is_compared_with_are_computed_alike(base: Path, fields: dict[str, Any]) -> None:
+    """On a CPU bitsandbytes has another way for 8 bits outside of training."""
+    model, batch = build(base, qlora(**fields)), make_batch([ROW], CPU)
+    trained = compute_logits(model, batch)
+    with judging(model):
+        assert torch.equal(compute_logits(model, batch), trained)
 
 
 def test_gradient_checkpointing_changes_no_gradient(base: Path) -> None:

@@ -38,3 +38,20 @@ def make_trainable(model: nn.Module) -> None:
         # On CPUs with bf16 it would repack the weights at the first evaluation, for kernels that have no gradient.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+        if hasattr(module, "init_8bit_state"):
+            _keep_8_bits_alike(module)
+
+
+def _keep_8_bits_alike(layer: Any) -> None:
+    """Outside of training bitsandbytes takes the inputs in 8 bits too on a CPU: evaluations, and what preferences are
+    compared with, would be computed otherwise than what is trained. And where peft unpacks the weights for DoRA there,
+    it puts them back without their scales."""
+
+    def take_weights() -> None:
+        state, weight = layer.state, layer.weight
+        state.CB, state.SCB = weight.CB, state.SCB if weight.SCB is None else weight.SCB
+        weight.CB = weight.SCB = None
+
+    layer.init_8bit_state = take_weights
+    layer.train()
+    layer.train = lambda _mode=True: layer
