@@ -60,6 +60,13 @@ class Fsdp(SingleDevice):
         for name, weight in weights.items():
             own[name].copy_(_cut_like(own[name], weight))
 
+    def cast_weights(self, dtype: torch.dtype) -> None:
+        buffers = dict(self.model.named_buffers())
+        self.model.to(dtype)  # in which `fully_shard` takes part
+        for name, buffer in buffers.items():
+            holder, _, own = name.rpartition(".")
+            setattr(self.model.get_submodule(holder), own, buffer)
+
     def _find_norm(self, gradients: list[Tensor]) -> Tensor:
         norm = super()._find_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

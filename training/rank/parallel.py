@@ -12,7 +12,7 @@ from training.errors import TrainingError
 from training.plan import Plan
 from training.rank.group import Alone, Group
 from training.rank.loss_scale import LossScale
-from training.rank.model import DTYPES
+from training.rank.model import DTYPES, cast_weights
 from training.rank.optim import build_optimizer, set_rate
 
 T = TypeVar("T")
@@ -61,6 +61,9 @@ class Parallel(Protocol):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Put whole weights, given to every rank by their names in the model, in the place of its own."""
+
+    def cast_weights(self, dtype: torch.dtype) -> None:
+        """Nothing is trained after it."""
 
     def optimizer_state(self) -> dict[str, Any]:
         """Whole moments by the names of their weights under `state`, on rank 0; the loss scale. So a run may go on on
@@ -129,6 +132,9 @@ class SingleDevice:
         unknown = self.model.load_state_dict(weights, strict=False).unexpected_keys
         if unknown:
             raise TrainingError(f"the model has no weights {unknown[:3]}")
+
+    def cast_weights(self, dtype: torch.dtype) -> None:
+        cast_weights(self.model, dtype)
 
     def optimizer_state(self) -> dict[str, Any]:
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.as_dict()}

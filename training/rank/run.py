@@ -30,7 +30,7 @@ from training.rank.head import find_head
 from training.rank.inputs import Inputs, load_inputs, make_data_facts, make_fingerprint
 from training.rank.lock import lock
 from training.rank.loop import Run, train
-from training.rank.model import DTYPES, base_dtype, build_model, cast_weights, get_base, make_facts
+from training.rank.model import DTYPES, base_dtype, build_model, get_base, make_facts
 from training.rank.parallel import Parallel
 from training.rank.passes import ROW_BY_ROW, PassLimit
 from training.rank.peak import measure_peak
@@ -290,7 +290,7 @@ def _save_result(this: Attempt, inputs: Inputs, parts: Run) -> None:
     if best is not None and step_of(best) != this.progress.step:
         load_weights(parallel, inputs.source, best)
     if inputs.spec.adapter.type == "full" and parts.plan.precision != "fp32":
-        cast_weights(model, base_dtype(inputs.config))
+        parallel.cast_weights(base_dtype(inputs.config))
     weights = parallel.gather_weights()
     about = {"step": step_of(best) if best else parts.progress.step, "fingerprint": parts.checkpoints.fingerprint}
 

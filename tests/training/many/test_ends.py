@@ -99,7 +99,7 @@ def test_a_rank_that_hangs_is_found_out_and_all_write_where_they_stand(tmp_path:
     assert said == "error: rank 1 did not answer the others in time; log.txt says where each rank stood\n"
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "most recent call first" in log
-    assert "take_step" in log
+    assert "loop.py" in log
     assert not any(lives(pid) for pid in pids_of(tmp_path / "run"))
 
 
