@@ -14,9 +14,6 @@ Offload = Literal["none", "optimizer", "params"]
 _VALUES: dict[str, Any] = {"strategy": Strategy, "offload": Offload}
 
 NOT_OFFERED: set[tuple[str, object]] = {
-    ("strategy", "zero1"),
-    ("strategy", "zero2"),
-    ("strategy", "zero3"),
     ("offload", "optimizer"),
     ("offload", "params"),
 }

@@ -108,7 +108,7 @@ class SingleDevice:
 
     def step(self, learning_rate: float) -> None:
         set_rate(self._optimizer, learning_rate)
-        self._optimizer.step()
+        self._change_weights()
         if self.loss_scale is not None:
             self.loss_scale.count_good_step()
         self.drop_gradients()
@@ -145,6 +145,9 @@ class SingleDevice:
             if name in state["state"]
         }
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+    def _change_weights(self) -> None:
+        self._optimizer.step()
 
     def _find_norm(self, gradients: list[Tensor]) -> Tensor:
         return nn.utils.get_total_norm(gradients)
