@@ -14,7 +14,7 @@ from training.automatic import (
     make_save_total_limit,
     make_warmup_steps,
 )
-from training.devices import SHARDS_WEIGHTS, Layout, Offload, Strategy
+from training.devices import SHARDS_STATES, Layout, Offload, Strategy
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
@@ -349,8 +349,8 @@ def _asked_checkpointing(spec: JobSpec) -> bool | Auto:
 
 def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool | Auto:
     asked = spec.activation_offloading
-    if spec.layout.strategy in SHARDS_WEIGHTS and asked == "auto":
-        why["activation_offloading"] = f"{spec.layout.strategy} takes weights away behind it"
+    if spec.layout.strategy in SHARDS_STATES and asked == "auto":
+        why["activation_offloading"] = f"not together with {spec.layout.strategy}, which moves tensors by itself"
         return False
     if device == "cuda" or asked is False:
         return asked

@@ -30,6 +30,8 @@ class Parallel(Protocol):
     "Among these the rows of a window are shared; each makes the same number of passes."
     loss_scale: LossScale | None
     "Only where gradients are computed in fp16."
+    steps_by_engine: bool
+    "Gradients must go to `backward`: a trial of the model by itself would leave half of one behind."
 
     def compute(self) -> AbstractContextManager[Any]:
         """Where forward passes are made: sets the compute type."""
@@ -74,6 +76,7 @@ class SingleDevice:
     """One GPU, or the CPU."""
 
     data_rank, data_ranks = 0, 1
+    steps_by_engine = False
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group | None = None) -> None:
         self.model = model

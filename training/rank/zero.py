@@ -26,6 +26,8 @@ class Zero(SingleDevice):
     """DeepSpeed's engine is given the gradient that a window's passes have summed; when it steps and when it forgets is
     the loop's to say."""
 
+    steps_by_engine = True
+
     def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
         super().__init__(model, plan, group)
         self.data_rank, self.data_ranks = group.rank, group.ranks
@@ -113,13 +115,12 @@ class ZeroWeights(Zero):
         super().__init__(model, plan, group)
         head = get_base(model).get_output_embeddings()
         for weight in [] if head is None else head.parameters():
-            if not weight.ds_persist:
-                weight.ds_persist = True
-                self._partitions.persistent_parameters.append(weight)
+            weight.is_external_param = True  # not taken away behind the module that it is of
+            self._partitions.persistent_parameters.append(weight)  # gathered again after each step
         self._gather_persistent()
 
     def gather_weights(self) -> dict[str, Tensor]:
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         adapted = get_base(self.model) is not self.model
         whole: dict[Tensor, Tensor] = {}
@@ -139,7 +140,7 @@ class ZeroWeights(Zero):
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         own = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters(remove_duplicate=False))}
         unknown = [name for name in weights if name not in own]
@@ -187,6 +188,7 @@ def _start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
         # Modules are called in other orders than the last time, by evaluations and by preference methods: nothing is
         # fetched before it is asked for.
         zero |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+        zero["stage3_param_persistence_threshold"] = 0
     else:
         zero["compute_grad_norm"] = False
     config = {

@@ -36,6 +36,11 @@ JOBS: dict[str, dict[str, Any]] = {
     "kto": {"method": "kto"},
 }
 FOUR = ("full", "lora", "kto")
+ZERO = {
+    "zero1": ("full", "lora", "full, not clipped"),
+    "zero2": ("full", "lora", "full, tied", "full, experts", "lora, head and embeddings trained", "dora", "pissa", "dpo"),
+    "zero3": ("full", "lora", "full, tied", "full, experts", "lora, experts", "lora, checkpointed", "dpo", "kto"),
+}
 ONE_DEVICE_ONLY = {"fsdp": ("prompt", "prefix", "qlora")}
 CASES = [
     *(
@@ -45,6 +50,7 @@ CASES = [
         if job not in ONE_DEVICE_ONLY.get(strategy, ())
     ),
     *((strategy, 4, job) for strategy in ("ddp", "fsdp") for job in FOUR),
+    *((strategy, 2, job) for strategy, jobs in ZERO.items() for job in jobs),
 ]
 REWARDS = ("rewards_chosen", "rewards_rejected", "reward_margin", "kl", "train_loss", "eval_loss")
 PREFERENCES = {prefix + name: 1e-5 for name in REWARDS for prefix in ("", "eval_")}
@@ -57,7 +63,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.bodies = {job: self._make(job) for job in JOBS}
-        self.started: set[tuple[str, int]] = set()
+        self.started: set[tuple[str, ...]] = set()
 
     def one(self, job: str) -> Path:
         path = self.folder / job / "one"
@@ -66,13 +72,15 @@ class Runs:
         return path
 
     def many(self, strategy: str, ranks: int, job: str) -> Path:
-        if (strategy, ranks) not in self.started:
-            self.started.add((strategy, ranks))
-            jobs = [case[2] for case in CASES if case[:2] == (strategy, ranks)]
+        together = tuple(ZERO) if strategy in ZERO else (strategy,)  # DeepSpeed takes long to start
+        if (*together, str(ranks)) not in self.started:
+            self.started.add((*together, str(ranks)))
             cases = [
-                Case(self._path(strategy, ranks, job), on_ranks(self.bodies[job], ranks, strategy)) for job in jobs
+                Case(self._path(other, many, job), on_ranks(self.bodies[job], many, other))
+                for other, many, job in CASES
+                if other in together and many == ranks
             ]
-            assert train_on_ranks(self.folder, ranks, cases) == [[EXIT_FINISHED] * ranks] * len(jobs)
+            assert train_on_ranks(self.folder, ranks, cases) == [[EXIT_FINISHED] * ranks] * len(cases)
         return self._path(strategy, ranks, job)
 
     def _path(self, strategy: str, ranks: int, job: str) -> Path:

@@ -17,8 +17,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "full": {"adapter": {"type": "full"}},
     "kto with dropout": {"method": "kto", "adapter": {"dropout": 0.3}},
 }
-SAME = [("ddp", job) for job in JOBS] + [("fsdp", "lora with dropout"), ("fsdp", "full")]
-LAYOUTS = [("ddp", "none"), ("fsdp", "none"), ("none", "ddp"), ("none", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")]
+SAME = [
+    *(("ddp", job) for job in JOBS),
+    *(("fsdp", job) for job in ("lora with dropout", "full")),
+    *(("zero1", "full"), ("zero2", "lora with dropout"), ("zero3", "lora with dropout"), ("zero3", "full")),
+]
+LAYOUTS = [
+    *(("ddp", "none"), ("fsdp", "none"), ("none", "ddp"), ("none", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")),
+    *(("zero2", "none"), ("zero2", "ddp"), ("zero3", "none"), ("none", "zero1"), ("ddp", "zero3")),
+]
 """Where a run is stopped, and where it goes on; `none` is one process, the others are two."""
 
 
@@ -82,7 +89,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_weights_and_moments(tmp_p
         bodies[kind] = make_job(tmp_path / kind, rows=9, adapter={"type": kind})
         assert train_here(tmp_path / kind / "one", bodies[kind]) == EXIT_FINISHED
     for kind, body in bodies.items():
-        for before in ("ddp", "fsdp"):
+        for before in ("ddp", "fsdp", "zero2", "zero3"):
             firsts.append(
                 Case(tmp_path / kind / f"half-{before}", on_ranks(body, 2, before), stop_rank=0, stop_check=9)
             )
