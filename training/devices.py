@@ -120,6 +120,9 @@ def find_conflict(
         kind = "DoRA" if adapter.use_dora else "PiSSA"
         message = f'"zero3" does not gather the weights that {kind} reads by itself; "zero2" and "fsdp" train it'
         return at("parallelism.strategy", message)
+    if strategy == "zero3" and adapter.modules_to_save:
+        message = '"zero3" does not gather adapter.modules_to_save; "zero2" and "fsdp" train them'
+        return at("parallelism.strategy", message)
     if optimizer != "adamw":
         message = f'"{strategy}" does not split the moments of {optimizer}; take "adamw", or "ddp"'
         return at("parallelism.strategy", message)

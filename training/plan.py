@@ -118,6 +118,10 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     micro, checkpointing, offloading = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
     epochs, steps, steps_per_epoch = make_length(asked, data, batch, why)
     attention = _attention(spec, hardware, device, precision, model, why)
+    if layout.strategy == "zero3" and model.stacked_parameters:
+        param = "parallelism.strategy"
+        message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
+        raise SpecError(message, param=param)
     if layout.ranks > 1 and spec.parallelism.strategy == "auto":
         why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
     return Plan(

@@ -89,13 +89,30 @@ def test_what_is_not_split_is_refused_with_what_works(
     assert words in error.message
 
 
-@pytest.mark.parametrize(("adapter", "kind"), [({"use_dora": True}, "DoRA"), ({"init": "pissa"}, "PiSSA")])
+@pytest.mark.parametrize(
+    ("adapter", "kind"),
+    [
+        ({"use_dora": True}, "DoRA reads by itself"),
+        ({"init": "pissa"}, "PiSSA reads by itself"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
+)
 def test_adapters_that_read_frozen_weights_are_refused_where_those_are_taken_away(
     adapter: dict[str, Any], kind: str
 ) -> None:
     error = refuse(resources={"gpus": 2}, parallelism={"strategy": "zero3"}, adapter=adapter)
     assert error.param == "parallelism.strategy"
-    assert f'{kind} reads by itself; "zero2" and "fsdp" train it' in error.message
+    assert f'{kind}; "zero2" and "fsdp" train' in error.message
+
+
+def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() -> None:
+    with pytest.raises(SpecError, match='stacked experts for an adapter; "zero2" and "fsdp" train it'):
+        plan_for(
+            hardware=EIGHT,
+            model=SMOL.model_copy(update={"stacked_parameters": 1024}),
+            resources={"gpus": 8},
+            parallelism={"strategy": "zero3"},
+        )
 
 
 @pytest.mark.parametrize(

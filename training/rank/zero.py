@@ -1,6 +1,6 @@
-"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) by DeepSpeed: each rank keeps a part of the moments (stage 1), of the
-gradients too (stage 2), and of the weights too (stage 3). Computing types, loss scale and clipping stay ours, so that
-the numbers are those of one device: DeepSpeed is told of fp32 alone."""
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) by DeepSpeed: each rank keeps a part of the moments (stage 1), of
+the gradients too (stage 2), and of the weights too (stage 3). Computing types, loss scale and clipping stay ours, so
+that the numbers are those of one device: DeepSpeed is told of fp32 alone."""
 
 import logging
 import os
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from training.errors import TrainingError
 from training.plan import Plan
 from training.rank.group import Group
+from training.rank.loss_scale import LossScale
 from training.rank.model import get_base
 from training.rank.parallel import SingleDevice
 
@@ -79,8 +80,6 @@ class Zero(SingleDevice):
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
-
-        from training.rank.loss_scale import LossScale
 
         if self.loss_scale is not None:
             self.loss_scale = LossScale(**state["loss_scale"])
