@@ -79,8 +79,6 @@ class Zero(SingleDevice):
         return {"state": found, **scale}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         if self.loss_scale is not None:
             self.loss_scale = LossScale(**state["loss_scale"])
         saved = state["state"]
@@ -91,12 +89,17 @@ class Zero(SingleDevice):
         self._link_moments()
         for name, weight in self._trained.items():
             for kind in MOMENTS if name in saved else ():
-                safe_set_full_optimizer_state(weight, saved[name][kind].to(self.device))
+                self._put_moment(weight, kind, saved[name][kind].to(self.device))
 
     def _own_parts(self) -> list[Tensor]:
         """What the optimizer steps: this rank's part of each group of weights, laid end to end."""
         parts: list[Tensor] = self._partitions.single_partition_of_fp32_groups
         return parts
+
+    def _put_moment(self, weight: nn.Parameter, kind: str, whole: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        safe_set_full_optimizer_state(weight, whole, kind)
 
     def _link_moments(self) -> None:
         """Tell DeepSpeed where in its flat moments those of each weight are; it does so by itself after the step of the
@@ -154,6 +157,14 @@ class ZeroWeights(Zero):
     def _own_parts(self) -> list[Tensor]:
         parts: list[Tensor] = self._partitions.fp32_partitioned_groups_flat
         return parts
+
+    def _put_moment(self, weight: nn.Parameter, kind: str, whole: Tensor) -> None:
+        from deepspeed.utils import safe_set_local_optimizer_state
+
+        # Each rank's part is as long as that of any other; the last is filled up with zeros.
+        numbers = weight.partition_numel()
+        padded = nn.functional.pad(whole.flatten(), (0, numbers * self.data_ranks - whole.numel()))
+        safe_set_local_optimizer_state(weight, padded.narrow(0, numbers * self.data_rank, numbers), kind)
 
     def _link_moments(self) -> None:
         """Here they are found by the place of their weight."""

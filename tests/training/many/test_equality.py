@@ -140,7 +140,8 @@ def test_in_16_bits_ranks_compute_the_same_but_for_rounding(strategy: str, job: 
         limit = 1e-3 if step == 1 else 0.05
         for name in ("train_loss", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=limit), (step, name)
-        assert ours.get("loss_scale") == theirs.get("loss_scale")
+        # Each rank's loss is multiplied by their number, for gradients are averaged: fp16 overflows so much earlier.
+        assert theirs.get("loss_scale", 1) / ours.get("loss_scale", 1) in (1, 2)
     result = "model" if (one / "model").exists() else "adapter"
     assert {name: (weight.shape, weight.dtype) for name, weight in weights_of(many / result).items()} == {
         name: (weight.shape, weight.dtype) for name, weight in weights_of(one / result).items()
