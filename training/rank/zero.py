@@ -75,7 +75,10 @@ class Zero(SingleDevice):
                 # All ranks take part; the moments of one weight at a time are whole on each.
                 moments = {kind: safe_get_full_optimizer_state(weight, kind) for kind in MOMENTS}
                 if self.group.rank == 0:
-                    found[name] = {"step": steps[0].cpu(), **{kind: whole.cpu() for kind, whole in moments.items()}}
+                    found[name] = {
+                        "step": steps[0].cpu().clone(),
+                        **{kind: whole.cpu() for kind, whole in moments.items()},
+                    }
         return {"state": found, **scale}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
