@@ -111,6 +111,22 @@ def test_a_run_goes_on_in_another_layout_with_the_same_weights_and_moments(tmp_p
             assert_same_training(path, tmp_path / kind / "one")
 
 
+def test_the_best_checkpoint_becomes_the_result(tmp_path: Path) -> None:
+    """At this rate the second evaluation is worse: the weights of the first are put back, whole, on all ranks."""
+    hyper = {"early_stopping": {"patience": 1}, "learning_rate": 1.0}
+    bodies, cases = {}, []
+    for kind in ("lora", "full"):
+        (tmp_path / kind).mkdir()
+        bodies[kind] = make_job(tmp_path / kind, rows=9, adapter={"type": kind}, hyper=hyper)
+        cases += [Case(tmp_path / kind / name, on_ranks(bodies[kind], 2, name)) for name in ("fsdp", "zero2", "zero3")]
+    assert train_on_ranks(tmp_path, 2, cases) == [[EXIT_FINISHED] * 2] * len(cases)
+    for case in cases:
+        result = "model" if (case.path / "model").exists() else "adapter"
+        best, last = (case.path / "checkpoints" / name / result for name in ("step-00000002", "step-00000004"))
+        assert same_weights(case.path / result, best)
+        assert not same_weights(case.path / result, last)
+
+
 def cut_back(whole: Path, path: Path, step: int) -> Path:
     """The directory of a run that ended after this step; its newest checkpoint."""
     shutil.copytree(whole, path)
