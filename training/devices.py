@@ -14,9 +14,6 @@ Offload = Literal["none", "optimizer", "params"]
 _VALUES: dict[str, Any] = {"strategy": Strategy, "offload": Offload}
 
 NOT_OFFERED: set[tuple[str, object]] = {
-    ("strategy", "zero1"),
-    ("strategy", "zero2"),
-    ("strategy", "zero3"),
     ("offload", "optimizer"),
     ("offload", "params"),
 }
@@ -29,8 +26,11 @@ SIZES_NOT_OFFERED = {
 }
 """Fields that this version takes the value 1 of."""
 
-SHARDS_WEIGHTS = {"fsdp"}
+SHARDS_WEIGHTS = {"fsdp", "zero3"}
 """Strategies whose ranks each keep a part of every weight."""
+
+SHARDS_STATES = {"fsdp", "zero1", "zero2", "zero3"}
+"""Strategies whose ranks each keep a part of the optimizer's moments."""
 
 
 class Resources(Part):
@@ -107,19 +107,27 @@ def find_conflict(
     strategy = layout.strategy
     if strategy == "none" and layout.data > 1:
         return at("parallelism.strategy", f'"none" is for one device, and there are {layout.data}; set "auto" or "ddp"')
-    if strategy in ("ddp", "fsdp") and layout.data == 1:
+    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.data == 1:
         how = "set resources.gpus to 2 or more, on the CPU parallelism.data, or leave the strategy out"
         return at("parallelism.strategy", f'"{strategy}" needs several devices; {how}')
-    if strategy != "fsdp":
+    if strategy not in SHARDS_STATES:
         return None
     if adapter.type == "qlora":
-        return at("parallelism.strategy", '"fsdp" does not split quantised weights; "ddp" trains qlora')
+        return at("parallelism.strategy", f'"{strategy}" does not split quantised weights; "ddp" trains qlora')
     if adapter.virtual_tokens:
-        return at("parallelism.strategy", f'"fsdp" does not split a {adapter.type}; "ddp" trains it')
+        return at("parallelism.strategy", f'"{strategy}" does not split a {adapter.type}; "ddp" trains it')
+    if strategy == "zero3" and adapter.is_low_rank and (adapter.use_dora or adapter.init == "pissa"):
+        kind = "DoRA" if adapter.use_dora else "PiSSA"
+        message = f'"zero3" does not gather the weights that {kind} reads by itself; "zero2" and "fsdp" train it'
+        return at("parallelism.strategy", message)
+    if strategy == "zero3" and adapter.modules_to_save:
+        message = '"zero3" does not gather adapter.modules_to_save; "zero2" and "fsdp" train them'
+        return at("parallelism.strategy", message)
     if optimizer != "adamw":
-        return at("parallelism.strategy", f'"fsdp" does not split the moments of {optimizer}; take "adamw", or "ddp"')
+        message = f'"{strategy}" does not split the moments of {optimizer}; take "adamw", or "ddp"'
+        return at("parallelism.strategy", message)
     if activation_offloading:
-        message = 'not together with "fsdp", which takes weights away behind it; leave it out, or take "ddp"'
+        message = f'not together with "{strategy}", which moves tensors by itself; leave it out, or take "ddp"'
         return at("activation_offloading", message)
     return None
 

@@ -3,7 +3,7 @@
 import math
 
 from training.adapter import Adapter
-from training.devices import SHARDS_WEIGHTS
+from training.devices import SHARDS_STATES, SHARDS_WEIGHTS, Strategy
 from training.facts import DataFacts, Fact, ModelFacts
 from training.spec import JobSpec, NextTokenHyperparameters
 
@@ -47,9 +47,8 @@ def forecast_memory(
     computed. Eager attention keeps of each head the scores, their softmax in fp32 and that in the compute type, over
     all tokens of the pass. One quantised layer at a time is unpacked. Of adapted experts in stacks the sum of weight
     and adapter is kept, and a layer's gradient. An adapter that a preference method compares with is kept in fp32
-    beside the trained one. Where ranks each keep a part of the weights, so they do of gradients and moments (ZeRO stage
-    3, section 3.1); what is gathered for a moment counts as activations: embeddings and head, and two layers, the one
-    that is computed and the next.
+    beside the trained one. What ranks keep a part of is in `share_states`; weights that are gathered for a moment count
+    as activations: embeddings and head, and two layers, the one that is computed and the next.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
@@ -73,14 +72,34 @@ def forecast_memory(
     adapters = 2 if spec.has_reference and spec.resume_from is not None else 1
     weights_bytes = (frozen - model.quantised_parameters) * width + quantised_bytes
     weights_bytes += model.trained_parameters * 4 * adapters
-    parts = spec.layout.data if spec.layout.strategy in SHARDS_WEIGHTS else 1
-    gathered_bytes = _gathered_bytes(model, weights_bytes) if parts > 1 else 0
+    strategy, ranks = spec.layout.strategy, spec.layout.data
+    gathered_bytes = _gathered_bytes(model, weights_bytes) if strategy in SHARDS_WEIGHTS else 0
+    # DeepSpeed steps a copy of the weights, also where they are fp32 themselves.
+    master_bytes = model.trained_parameters * 4 if strategy.startswith("zero") else 0
+    of_weights, of_gradients, of_optimizer = share_states(
+        strategy, ranks, weights_bytes, model.trained_parameters * 4, _optimizer_bytes(spec, model) + master_bytes
+    )
     return Memory(
-        weights_bytes=math.ceil(weights_bytes / parts),
-        gradients_bytes=math.ceil(model.trained_parameters * 4 / parts),
-        optimizer_bytes=math.ceil(_optimizer_bytes(spec, model) / parts),
+        weights_bytes=of_weights,
+        gradients_bytes=of_gradients,
+        optimizer_bytes=of_optimizer,
         activations_bytes=kept + MASK_BYTES * mask_numbers + stacked_bytes + unpacked_bytes + gathered_bytes,
         logits_bytes=_logits_bytes(passes * micro_batch_size * data.longest_trained_tokens, model),
+    )
+
+
+def share_states(
+    strategy: Strategy, ranks: int, weights_bytes: int, gradients_bytes: int, optimizer_bytes: int
+) -> tuple[int, int, int]:
+    """What a rank keeps of each (ZeRO, Rajbhandari et al. 2020, figure 1): stage 1 shares what the optimizer has, stage
+    2 the gradients too, stage 3 the weights too, as full sharding does."""
+    of_weights = ranks if strategy in SHARDS_WEIGHTS else 1
+    of_gradients = ranks if strategy in SHARDS_WEIGHTS or strategy == "zero2" else 1
+    of_optimizer = ranks if strategy in SHARDS_STATES else 1
+    return (
+        math.ceil(weights_bytes / of_weights),
+        math.ceil(gradients_bytes / of_gradients),
+        math.ceil(optimizer_bytes / of_optimizer),
     )
 
 

@@ -14,7 +14,7 @@ from training.automatic import (
     make_save_total_limit,
     make_warmup_steps,
 )
-from training.devices import SHARDS_WEIGHTS, Layout, Offload, Strategy
+from training.devices import SHARDS_STATES, Layout, Offload, Strategy
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
@@ -118,6 +118,10 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     micro, checkpointing, offloading = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
     epochs, steps, steps_per_epoch = make_length(asked, data, batch, why)
     attention = _attention(spec, hardware, device, precision, model, why)
+    if layout.strategy == "zero3" and model.stacked_parameters:
+        param = "parallelism.strategy"
+        message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
+        raise SpecError(message, param=param)
     if layout.ranks > 1 and spec.parallelism.strategy == "auto":
         why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
     return Plan(
@@ -349,8 +353,8 @@ def _asked_checkpointing(spec: JobSpec) -> bool | Auto:
 
 def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool | Auto:
     asked = spec.activation_offloading
-    if spec.layout.strategy in SHARDS_WEIGHTS and asked == "auto":
-        why["activation_offloading"] = f"{spec.layout.strategy} takes weights away behind it"
+    if spec.layout.strategy in SHARDS_STATES and asked == "auto":
+        why["activation_offloading"] = f"not together with {spec.layout.strategy}, which moves tensors by itself"
         return False
     if device == "cuda" or asked is False:
         return asked

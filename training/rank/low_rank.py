@@ -27,7 +27,9 @@ class LowRankLinear(PeftLinear):
         base, dropout = self.get_base_layer(), self.lora_dropout[name]
         is_frozen = type(base) is nn.Linear and not any(weight.requires_grad for weight in base.parameters())
         is_bare = self.lora_A[name].bias is None and self.lora_B[name].bias is None
-        return is_frozen and is_bare and (isinstance(dropout, nn.Identity) or not self.training)
+        # ZeRO stage 3 gathers a layer's weight when the layer is called, and not when it is read.
+        is_whole = not hasattr(base.weight, "ds_id")
+        return is_frozen and is_bare and is_whole and (isinstance(dropout, nn.Identity) or not self.training)
 
 
 class _LowRank(torch.autograd.Function):

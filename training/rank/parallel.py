@@ -30,6 +30,8 @@ class Parallel(Protocol):
     "Among these the rows of a window are shared; each makes the same number of passes."
     loss_scale: LossScale | None
     "Only where gradients are computed in fp16."
+    steps_by_engine: bool
+    "Gradients must go to `backward`: a trial of the model by itself would leave half of one behind."
 
     def compute(self) -> AbstractContextManager[Any]:
         """Where forward passes are made: sets the compute type."""
@@ -77,6 +79,7 @@ class SingleDevice:
     """One GPU, or the CPU."""
 
     data_rank, data_ranks = 0, 1
+    steps_by_engine = False
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group | None = None) -> None:
         self.model = model
@@ -111,7 +114,7 @@ class SingleDevice:
 
     def step(self, learning_rate: float) -> None:
         set_rate(self._optimizer, learning_rate)
-        self._optimizer.step()
+        self._change_weights()
         if self.loss_scale is not None:
             self.loss_scale.count_good_step()
         self.drop_gradients()
@@ -151,6 +154,9 @@ class SingleDevice:
             if name in state["state"]
         }
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+    def _change_weights(self) -> None:
+        self._optimizer.step()
 
     def _find_norm(self, gradients: list[Tensor]) -> Tensor:
         return nn.utils.get_total_norm(gradients)

@@ -22,7 +22,7 @@ from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
 from training.rank.apart import depends_on_length, find_trial_passes, keeps_rows_apart
 from training.rank.checkpoint import Checkpoints, Progress, load_progress, load_state, load_weights
-from training.rank.determinism import require_same_bits, train_once
+from training.rank.determinism import require_same_bits, train_once, warn_of_other_bits
 from training.rank.early_stopping import patience_is_out
 from training.rank.failure import explain, tell_torchrun
 from training.rank.group import Alone, Group, find_rank, join_group
@@ -220,6 +220,9 @@ def _make_pass_limit(this: Attempt, parallel: Parallel, plan: Plan, inputs: Inpu
 
 
 def _require_same_bits(this: Attempt, parallel: Parallel, limit: PassLimit) -> None:
+    if parallel.steps_by_engine:
+        warn_of_other_bits()
+        return
     lacking = require_same_bits(parallel.model, lambda: train_once(parallel, limit.rows))
     if lacking is not None:
         message = f"{lacking}: if this run is interrupted, what it comes to may differ in the last bits"

@@ -18,5 +18,13 @@ def build_parallel(model: nn.Module, plan: Plan, group: Group) -> Parallel:
             from training.rank.fsdp import Fsdp
 
             return Fsdp(model, plan, group)
+        case "zero1" | "zero2":
+            from training.rank.zero import Zero
+
+            return Zero(model, plan, group)
+        case "zero3":
+            from training.rank.zero import ZeroWeights
+
+            return ZeroWeights(model, plan, group)
         case _:
             return SingleDevice(model, plan, group)

@@ -46,7 +46,7 @@ def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case]) -> list[list
         write_json(listed, [{**asdict(case), "path": str(case.path)} for case in cases])
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
         command = [*torchrun, "--local-addr=127.0.0.1", str(SCRIPT), str(listed)]
-        made = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
+        made = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=560)
         assert made.returncode == 0, made.stderr[-8000:]
         codes = [[listed.with_name(f"code-{number}-{rank}") for rank in range(ranks)] for number in range(len(cases))]
         return [[int(file.read_text()) for file in files] for files in codes]
@@ -61,7 +61,7 @@ def assert_same_training(path: Path, want: Path, *, apart: Mapping[str, float] |
         assert got.keys() == data.keys()
         for name, value in data.items():
             limit = (NORM if name == "grad_norm" else LOSS) * max(abs(value), 1e-3)
-            assert abs(got[name] - value) <= (apart or {}).get(name, limit), (place, name, got[name], value)
+            assert abs(got[name] - value) <= max(limit, (apart or {}).get(name, 0.0)), (place, name, got[name], value)
     for result in ("adapter", "model"):
         if (want / result).exists():
             assert find_difference(path / result, want / result) <= WEIGHTS

@@ -12,13 +12,23 @@ from tests.training.many.ranks import Case, assert_same_training, on_ranks, trai
 from tests.training.tiny_runs import curve_of, events_of, last_event, make_job, same_weights, train_here, without_times
 from training.rundir import EXIT_FINISHED, EXIT_STOPPED, step_of
 
+# The first test of a launch waits for all runs of it; on a new machine DeepSpeed builds an operation first.
+pytestmark = pytest.mark.timeout(900)
+
 JOBS: dict[str, dict[str, Any]] = {
     "lora with dropout": {"adapter": {"dropout": 0.3}},
     "full": {"adapter": {"type": "full"}},
     "kto with dropout": {"method": "kto", "adapter": {"dropout": 0.3}},
 }
-SAME = [("ddp", job) for job in JOBS] + [("fsdp", "lora with dropout"), ("fsdp", "full")]
-LAYOUTS = [("ddp", "none"), ("fsdp", "none"), ("none", "ddp"), ("none", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")]
+SAME = [
+    *(("ddp", job) for job in JOBS),
+    *(("fsdp", job) for job in ("lora with dropout", "full")),
+    *(("zero1", "full"), ("zero2", "lora with dropout"), ("zero3", "lora with dropout"), ("zero3", "full")),
+]
+LAYOUTS = [
+    *(("ddp", "none"), ("fsdp", "none"), ("none", "ddp"), ("none", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")),
+    *(("zero2", "none"), ("zero2", "ddp"), ("zero3", "none"), ("none", "zero1"), ("ddp", "zero3")),
+]
 """Where a run is stopped, and where it goes on; `none` is one process, the others are two."""
 
 
@@ -82,7 +92,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_weights_and_moments(tmp_p
         bodies[kind] = make_job(tmp_path / kind, rows=9, adapter={"type": kind})
         assert train_here(tmp_path / kind / "one", bodies[kind]) == EXIT_FINISHED
     for kind, body in bodies.items():
-        for before in ("ddp", "fsdp"):
+        for before in ("ddp", "fsdp", "zero2", "zero3"):
             firsts.append(
                 Case(tmp_path / kind / f"half-{before}", on_ranks(body, 2, before), stop_rank=0, stop_check=9)
             )
@@ -102,6 +112,22 @@ def test_a_run_goes_on_in_another_layout_with_the_same_weights_and_moments(tmp_p
             path = tmp_path / kind / f"{before}-{after}"
             assert events_of(path, "started")[-1].data["resumed_from"] > 0
             assert_same_training(path, tmp_path / kind / "one")
+
+
+def test_the_best_checkpoint_becomes_the_result(tmp_path: Path) -> None:
+    """At this rate the second evaluation is worse: the weights of the first are put back, whole, on all ranks."""
+    hyper = {"early_stopping": {"patience": 1}, "learning_rate": 1.0}
+    bodies, cases = {}, []
+    for kind in ("lora", "full"):
+        (tmp_path / kind).mkdir()
+        bodies[kind] = make_job(tmp_path / kind, rows=9, adapter={"type": kind}, hyper=hyper)
+        cases += [Case(tmp_path / kind / name, on_ranks(bodies[kind], 2, name)) for name in ("fsdp", "zero2", "zero3")]
+    assert train_on_ranks(tmp_path, 2, cases) == [[EXIT_FINISHED] * 2] * len(cases)
+    for case in cases:
+        result = "model" if (case.path / "model").exists() else "adapter"
+        best, last = (case.path / "checkpoints" / name / result for name in ("step-00000002", "step-00000004"))
+        assert same_weights(case.path / result, best)
+        assert not same_weights(case.path / result, last)
 
 
 def cut_back(whole: Path, path: Path, step: int) -> Path:

@@ -1,0 +1,215 @@
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) by DeepSpeed: each rank keeps a part of the moments (stage 1), of
+the gradients too (stage 2), and of the weights too (stage 3). Computing types, loss scale and clipping stay ours, so
+that the numbers are those of one device: DeepSpeed is told of fp32 alone."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.errors import TrainingError
+from training.plan import Plan
+from training.rank.group import Group
+from training.rank.loss_scale import LossScale
+from training.rank.model import get_base
+from training.rank.parallel import SingleDevice
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+BUCKET_NUMBERS = 2**25
+"""Gradients that are summed over the ranks at once; the buffer for them is always there."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Zero(SingleDevice):
+    """DeepSpeed's engine is given the gradient that a window's passes have summed; when it steps and when it forgets is
+    the loop's to say."""
+
+    steps_by_engine = True
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
+        super().__init__(model, plan, group)
+        self.data_rank, self.data_ranks = group.rank, group.ranks
+        self._engine = _start_engine(model, self._optimizer, plan)
+        self._partitions = self._engine.optimizer
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        factor = self.data_ranks * (1.0 if self.loss_scale is None else self.loss_scale.factor)  # it averages over them
+        self._engine.backward(self._engine(lambda: loss * factor), scale_wrt_gas=False)
+
+    def clip(self) -> Tensor:
+        gradients = [part for parts in self._partitions.averaged_gradients.values() for part in parts]
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(gradients)
+        norm = self.group.total(self._find_norm(gradients) ** 2).sqrt()
+        if self._plan.max_grad_norm:
+            torch._foreach_mul_(gradients, (self._plan.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _change_weights(self) -> None:
+        self._engine.step()
+
+    def drop_gradients(self) -> None:
+        self._partitions.zero_grad(set_to_none=True)
+        self._partitions.averaged_gradients.clear()
+
+    def total(self, value: Tensor) -> Tensor:
+        return self.group.total(value)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        super().load_weights(weights)
+        self._partitions.refresh_fp32_params()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.as_dict()}
+        found: dict[str, Any] = {}
+        steps = [state["step"] for state in self._optimizer.state.values() if "step" in state]
+        if steps:
+            self._link_moments()
+            for name, weight in self._trained.items():
+                # All ranks take part; the moments of one weight at a time are whole on each.
+                moments = {kind: safe_get_full_optimizer_state(weight, kind) for kind in MOMENTS}
+                if self.group.rank == 0:
+                    found[name] = {
+                        "step": steps[0].cpu().clone(),
+                        **{kind: whole.cpu() for kind, whole in moments.items()},
+                    }
+        return {"state": found, **scale}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale = LossScale(**state["loss_scale"])
+        saved = state["state"]
+        step = max((moments["step"] for moments in saved.values()), default=torch.tensor(0.0))
+        for part in self._own_parts():
+            at = step.to(part.device if self._optimizer.defaults["fused"] else "cpu", torch.float32, copy=True)
+            self._optimizer.state[part] = {"step": at, **{kind: torch.zeros_like(part) for kind in MOMENTS}}
+        self._link_moments()
+        for name, weight in self._trained.items():
+            for kind in MOMENTS if name in saved else ():
+                self._put_moment(weight, kind, saved[name][kind].to(self.device))
+
+    def _own_parts(self) -> list[Tensor]:
+        """What the optimizer steps: this rank's part of each group of weights, laid end to end."""
+        parts: list[Tensor] = self._partitions.single_partition_of_fp32_groups
+        return parts
+
+    def _put_moment(self, weight: nn.Parameter, kind: str, whole: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        safe_set_full_optimizer_state(weight, whole, kind)
+
+    def _link_moments(self) -> None:
+        """Tell DeepSpeed where in its flat moments those of each weight are; it does so by itself after the step of the
+        first group of weights, when the others have none yet."""
+        from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+
+        for weights, part in zip(self._partitions.bit16_groups, self._own_parts(), strict=True):
+            lazy_init_hp_params_optimizer_state(weights, part, self._optimizer.state)
+
+
+class ZeroWeights(Zero):
+    """Stage 3. The head is whole all the time: the loss is computed from its weights by hand (head.py)."""
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
+        super().__init__(model, plan, group)
+        head = get_base(model).get_output_embeddings()
+        for weight in [] if head is None else head.parameters():
+            weight.is_external_param = True  # not taken away behind the module that it is of
+            self._partitions.persistent_parameters.append(weight)  # gathered again after each step
+        self._gather_persistent()
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        adapted = get_base(self.model) is not self.model
+        whole: dict[Tensor, Tensor] = {}
+        found = {}
+        for name, weight in self.model.state_dict(keep_vars=True).items():
+            if adapted and not weight.requires_grad:
+                continue
+            # Tied weights stand under each of their names, and are gathered once.
+            if weight not in whole:
+                dtype = weight.dtype
+                with GatheredParameters([weight] if hasattr(weight, "ds_id") else []):
+                    whole[weight] = (
+                        weight.detach().to("cpu", dtype, copy=True) if self.group.rank == 0 else weight.new_empty(0)
+                    )
+            found[name] = whole[weight]
+        return found if self.group.rank == 0 else {}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        own = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters(remove_duplicate=False))}
+        unknown = [name for name in weights if name not in own]
+        if unknown:
+            raise TrainingError(f"the model has no weights {unknown[:3]}")
+        for name, weight in weights.items():
+            with GatheredParameters([own[name]] if hasattr(own[name], "ds_id") else [], modifier_rank=0):
+                own[name].copy_(weight)
+        self._partitions.refresh_fp32_params()
+        self._gather_persistent()
+
+    def _own_parts(self) -> list[Tensor]:
+        parts: list[Tensor] = self._partitions.fp32_partitioned_groups_flat
+        return parts
+
+    def _put_moment(self, weight: nn.Parameter, kind: str, whole: Tensor) -> None:
+        from deepspeed.utils import safe_set_local_optimizer_state
+
+        # Each rank's part is as long as that of any other; the last is filled up with zeros.
+        numbers = weight.partition_numel()
+        padded = nn.functional.pad(whole.flatten(), (0, numbers * self.data_ranks - whole.numel()))
+        safe_set_local_optimizer_state(weight, padded.narrow(0, numbers * self.data_rank, numbers), kind)
+
+    def _link_moments(self) -> None:
+        """Here they are found by the place of their weight."""
+
+    def _gather_persistent(self) -> None:
+        kept = self._partitions.persistent_parameters
+        if kept:
+            kept[0].all_gather(kept)
+
+
+class _Passes(nn.Module):
+    """Stands in for the model: a pass is more than one call of it, and the loss is not what it gives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+def _start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Any:
+    if plan.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported; else it takes what it finds
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    stage = STAGES[plan.strategy]
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET_NUMBERS}
+    if stage == 3:
+        # Modules are called in other orders than the last time, by evaluations and by preference methods: nothing is
+        # fetched before it is asked for.
+        zero |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+        zero["stage3_param_persistence_threshold"] = 0
+    else:
+        zero["compute_grad_norm"] = False
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # the loop says which pass is the last
+        "zero_optimization": zero,
+        "gradient_clipping": 0.0,  # clipped before the step; what it clips to by itself is 1
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+    }
+    return deepspeed.initialize(model=_Passes(model), optimizer=optimizer, config=config)[0]
