@@ -14,7 +14,7 @@ from training.automatic import (
     make_save_total_limit,
     make_warmup_steps,
 )
-from training.devices import SHARDS_STATES, Layout, Offload, Strategy
+from training.devices import SHARDS_STATES, Offload, Strategy
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
@@ -111,7 +111,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     why: dict[str, str] = {}
     asked = spec.hyper
     layout = spec.layout
-    device = _device(spec, hardware, layout)
+    device = choose_device(spec, hardware)
     precision = _precision(spec, hardware, device, why)
     max_seq_len = make_max_seq_len(spec, model.context_tokens, data.longest_tokens, why)
     batch = make_batch_size(spec, data.examples, why)
@@ -210,15 +210,17 @@ def may_share_a_pass(adapter: Adapter) -> bool:
     return adapter.virtual_tokens == 0 and (adapter.type != "qlora" or adapter.bits == 4)
 
 
-def _device(spec: JobSpec, hardware: Hardware, layout: Layout) -> Literal["cuda", "cpu"]:
+def choose_device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
+    """Raises SpecError where the host has not what was asked for."""
     asked, param = spec.resources.gpus, "resources.gpus"
     if asked == 0:
         return "cpu"
     if asked != "auto" and asked > len(hardware.gpus):
         message = f"{param}: {asked} asked, this host has {len(hardware.gpus)}"
         raise SpecError(message, param=param, code="no_such_device")
-    if asked == "auto" and hardware.gpus and layout.ranks > 1:
-        message = f'{param}: "auto" is one GPU, and parallelism asks for {layout.ranks} ranks; set {layout.ranks} here'
+    ranks = spec.layout.ranks
+    if asked == "auto" and hardware.gpus and ranks > 1:
+        message = f'{param}: "auto" is one GPU, and parallelism asks for {ranks} ranks; set {ranks} here'
         raise SpecError(f"{message}, or 0 for ranks on the CPU", param=param)
     return hardware.kind
 

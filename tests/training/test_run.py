@@ -186,7 +186,7 @@ def failure_of(path: Path, body: dict[str, Any]) -> dict[str, Any]:
         ({"training_file": "/nowhere/rows.jsonl"}, "invalid_data", "data", "no such file"),
         ({"training_file": "/"}, "invalid_data", "data", "training_file: / is a folder"),
         ({"adapter": {"target_modules": ["q_prj"]}}, "invalid_value", "config", "did you mean q_proj"),
-        ({"resources": {"gpus": 99}}, "no_such_device", "config", "99 asked"),
+        ({"resources": {"gpus": 1}}, "no_such_device", "config", "1 asked"),
         ({"suffixx": "a"}, "unknown_field", "config", "suffix"),
     ],
 )

@@ -18,11 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from training.errors import RankDiedError
+from training.errors import RankDiedError, SpecError
 from training.events import Event, EventLog, read_events
+from training.hardware import find_hardware
+from training.plan import choose_device
 from training.rank.failure import was_left
 from training.rank.lock import lock
 from training.rundir import COLLECTIVE_TIMEOUT_S, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir
+from training.spec import load_spec
 
 HANGING_S = 10
 """After this time one that outlived the others, and had to be killed, is the one that they waited for."""
@@ -37,7 +40,10 @@ def main() -> int:
     run_dir = RunDir(asked.run_dir.resolve())
     try:
         with lock(run_dir.path / "lock", wait=False):  # which rank 0 takes
-            pass
+            choose_device(load_spec(run_dir.spec), find_hardware())
+    except SpecError as refused:  # before there are more processes than devices
+        _tell_failure(run_dir, asked.attempt, 0, refused.as_dict())
+        return EXIT_FAILED
     except BlockingIOError:
         print(f"error: another process is at work in {run_dir.path}; wait for it or stop it", file=sys.stderr)
         return EXIT_FAILED
@@ -86,12 +92,15 @@ def _tell_end(
         return EXIT_FINISHED if told.type == "finished" else EXIT_STOPPED
     if not failures and ended_by is not None:
         return -ended_by  # before the first of them could listen
-    step, data = explain_failures(failures)
+    _tell_failure(run_dir, attempt, *explain_failures(failures))
+    return EXIT_FAILED
+
+
+def _tell_failure(run_dir: RunDir, attempt: int, step: int, data: dict[str, Any]) -> None:
     with lock(run_dir.path / "lock", wait=False):
         events = EventLog(run_dir.events, attempt)
         events.append("failed", step, data)
         events.close()
-    return EXIT_FAILED
 
 
 def _read_failures(logs: Path) -> dict[int, ProcessFailure]:

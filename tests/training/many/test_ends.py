@@ -114,6 +114,15 @@ def test_a_job_that_all_ranks_refuse_is_refused_as_on_one_device(tmp_path: Path)
     assert (failed.type, failed.data["code"]) == ("failed", "invalid_value")
 
 
+def test_more_devices_than_there_are_are_refused_before_a_process_is_started_for_each(tmp_path: Path) -> None:
+    body = {**make_job(tmp_path), "resources": {"gpus": 4}}
+    process = start(tmp_path, body)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (EXIT_FAILED, "error: resources.gpus: 4 asked, this host has 0\n")
+    (failed,) = events_of(tmp_path / "run")
+    assert (failed.type, failed.data["code"]) == ("failed", "no_such_device")
+
+
 def test_a_directory_at_which_another_run_is_at_work_is_left_alone(tmp_path: Path) -> None:
     body = on_ranks(make_job(tmp_path, rows=9), 2, "ddp")
     run_dir = RunDir(tmp_path / "run")
