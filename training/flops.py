@@ -150,8 +150,7 @@ def forecast_load(data: DataFacts, micro_batch_size: int, attention: str, *, pre
     count, tokens = data.sequences, data.used_tokens + data.sequences * prompt
     squares = data.squared_tokens + 2 * prompt * data.used_tokens + count * prompt**2
     causal = data.squared_row_tokens / 2 + prompt * data.used_tokens + count * prompt**2 / 2 + prefix * data.used_tokens
-    several = micro_batch_size > 1 or data.squared_row_tokens < data.squared_tokens
-    if attention != "eager" and not several and not prefix:
+    if attention != "eager" and not prefix:
         pairs = causal
     else:
         pairs = squares + prefix * tokens

@@ -10,7 +10,14 @@ import torch
 from tiny_runs import last_event, make_job, train_here
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DeepseekV32Config,
+    DogeConfig,
+    FalconConfig,
+    LlamaConfig,
+)
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import _is_packed_sequence, prepare_fa_kwargs_from_position_ids
 
@@ -21,7 +28,7 @@ from training.facts import Counts, DataFacts, ModelFacts
 from training.hardware import Gpu, Hardware, find_hardware
 from training.plan import Plan
 from training.plan import make_plan as plan_of
-from training.rank.attention import BY_ROW, find_rows
+from training.rank.attention import BY_ROW, find_rows, use_rows
 from training.rank.data import Example
 from training.rank.loss import compute_logits, make_batch, score
 from training.rank.model import build_model
@@ -188,6 +195,42 @@ def test_row_by_row_is_masked_attention(family: str) -> None:
     torch.testing.assert_close(got, want)
     for one, other in zip(got_grads, want_grads, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+SHAPE: dict[str, Any] = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [
+        (LlamaConfig(**SHAPE, intermediate_size=64), BY_ROW),
+        (DogeConfig(**SHAPE, intermediate_size=64, keep_window_size=4, initializer_range=0.2), BY_ROW),
+        (FalconConfig(**SHAPE, initializer_range=0.2), "sdpa"),
+        (FalconConfig(**SHAPE, initializer_range=0.2, alibi=True), "sdpa"),
+    ],
+    ids=["llama", "doge", "falcon", "falcon with alibi"],
+)
+def test_families_that_change_the_mask_are_left_their_way(config: Any, attention: str) -> None:
+    """Doge hides more of the mask that it is given, Falcon makes a bias of it."""
+    results = []
+    for by_row in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        if by_row:
+            use_rows(model)
+            assert model.config._attn_implementation == attention
+        results.append(compute_logits(model, make_batch(ROWS, CPU)))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_family_that_asks_for_the_attention_by_its_name_keeps_it() -> None:
+    """DeepSeek-V3.2 adds to the mask what its index leaves out only where the name is that of PyTorch's own."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            DeepseekV32Config(**SHAPE, num_key_value_heads=4), attn_implementation="sdpa"
+        )
+    use_rows(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_rows_are_read_from_the_mask() -> None:

@@ -161,6 +161,16 @@ def test_the_flops_of_a_run_are_those_that_pytorch_counts(
     assert ended["tokens"] == forecast["tokens"] == steps[-1].data["num_tokens"]
 
 
+@pytest.mark.parametrize("more", [{}, {"packing": True}], ids=["auto", "packed"])
+def test_the_forecast_with_fused_attention_is_what_the_run_computes(more: dict[str, Any], tmp_path: Path) -> None:
+    """However many rows share a pass: each is attended to by itself."""
+    hyper = {"batch_size": 8, "micro_batch_size": "auto", "max_seq_len": 128, **more}
+    assert train_here(tmp_path / "run", make_job(tmp_path, rows=40, hyper=hyper)) == EXIT_FINISHED
+    plan = read_json(tmp_path / "run" / "plan.json")
+    assert plan["micro_batch_size"] > 1 or plan["packing"]
+    assert plan["compute"]["flops"] == pytest.approx(last_event(tmp_path / "run").data["flops"], rel=1e-9)
+
+
 def test_fused_attention_leaves_out_what_is_masked() -> None:
     assert make_load([19], 1, "eager").pairs == 19**2
     assert make_load([19], 1, "sdpa").pairs == 19**2 / 2

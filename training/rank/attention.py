@@ -2,19 +2,37 @@
 
 With a mask the kernels compute all pairs of places, most of them for nothing, and each layer keeps the mask, a number
 for each pair. Which rows there are is read from the mask that transformers makes; where that is more than rows of plain
-causal attention, such as a window shorter than a row, it is left to do its work.
+causal attention, such as a window shorter than a row, it is left to do its work, and so it is in families whose own
+code changes it on the way.
 """
 
+import inspect
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 BY_ROW = "sdpa_by_row"
 """As transformers knows it."""
+
+_rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Of a mask the lengths of its rows. A mask that a model made of another one is not here."""
+
+
+def use_rows(model: Any) -> None:
+    """Let a transformers model with PyTorch's fused attention attend row by row.
+
+    It keeps PyTorch's own where it does not call it through transformers' interface, or asks for it by its name: there
+    it does what that needs itself, such as to mask what a sparse attention leaves out.
+    """
+    family = inspect.getsource(sys.modules[type(model).__module__])
+    if type(model)._can_set_attn_implementation() and '"sdpa"' not in family:
+        model.set_attn_implementation(BY_ROW)
 
 
 def find_rows(mask: Tensor) -> Tensor | None:
@@ -32,20 +50,21 @@ def find_rows(mask: Tensor) -> Tensor | None:
 
 
 def _make_mask(*arguments: Any, **more: Any) -> Tensor | None:
-    """What layers are given in the place of a mask: the lengths of rows, a real mask, or None for one row."""
+    """None for one row."""
     mask: Tensor | None = sdpa_mask(*arguments, **more)
     rows = None if mask is None else find_rows(mask)
-    return mask if rows is None else rows.cpu()
+    if rows is not None:
+        _rows[mask] = rows.tolist()
+    return mask
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
     """Query, key and value are (1, heads, places, size of a head); the result is (1, places, heads, size)."""
-    if attention_mask is None or attention_mask.ndim != 1:
+    if attention_mask is None or attention_mask not in _rows:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    lengths = attention_mask.tolist()
-    parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    parts = zip(*(states.split(_rows[attention_mask], dim=2) for states in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, *part, None, **more)[0] for part in parts], dim=1), None
 
 

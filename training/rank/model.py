@@ -14,7 +14,7 @@ from training.errors import ModelError, SpecError
 from training.facts import ModelFacts
 from training.plan import Plan
 from training.rank.adapters import add_adapter, count_trained
-from training.rank.attention import BY_ROW
+from training.rank.attention import use_rows
 from training.rank.experts import list_stacks
 from training.rank.lora import find_targets
 from training.rank.matmuls import count_matmuls
@@ -26,7 +26,7 @@ from training.rank.source import Source
 CHANGERS_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_logits_scale")
 """Names in a config that say that something is done to the logits after the output head."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-ATTENTION = {"sdpa": BY_ROW, "flash": "flash_attention_2", "eager": "eager"}
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
 """The names that transformers has for them."""
 
 
@@ -122,6 +122,8 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
     if adapter.type == "qlora":
         extra = {"quantization_config": make_quantization(adapter, dtype), "device_map": {"": device}}
     model = _load_weights(source, weights or source.folder, dtype, ATTENTION[plan.attention], **extra)
+    if plan.attention == "sdpa":
+        use_rows(model)
     if adapter.type == "qlora":
         make_trainable(model)
     else:
