@@ -21,7 +21,7 @@ BY_ROW = "sdpa_by_row"
 """As transformers knows it."""
 
 _rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of a mask the lengths of its rows. A mask that a model made of another one is not here."""
+"""Of a mask its version and the lengths of its rows."""
 
 
 def use_rows(model: Any) -> None:
@@ -49,24 +49,26 @@ def find_rows(mask: Tensor) -> Tensor | None:
     return edges.diff()
 
 
-def _make_mask(*arguments: Any, **more: Any) -> Tensor | None:
-    """None for one row."""
-    mask: Tensor | None = sdpa_mask(*arguments, **more)
-    rows = None if mask is None else find_rows(mask)
-    if rows is not None:
-        _rows[mask] = rows.tolist()
-    return mask
+def _lengths_of(mask: Tensor) -> list[int] | None:
+    """As `find_rows`, remembered for as long as the mask lives: all layers get the same."""
+    version, lengths = _rows.get(mask, (None, None))
+    if version != mask._version:
+        rows = find_rows(mask)
+        lengths = None if rows is None else rows.tolist()
+        _rows[mask] = (mask._version, lengths)
+    return lengths
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
     """Query, key and value are (1, heads, places, size of a head); the result is (1, places, heads, size)."""
-    if attention_mask is None or attention_mask not in _rows:
+    lengths = None if attention_mask is None else _lengths_of(attention_mask)
+    if lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    parts = zip(*(states.split(_rows[attention_mask], dim=2) for states in (query, key, value)), strict=True)
+    parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, *part, None, **more)[0] for part in parts], dim=1), None
 
 
 AttentionInterface.register(BY_ROW, _attend)
-AttentionMaskInterface.register(BY_ROW, _make_mask)
+AttentionMaskInterface.register(BY_ROW, sdpa_mask)
