@@ -223,7 +223,7 @@ def test_the_same_adapter_is_the_same_bytes_each_time_that_it_is_written(tmp_pat
     body = make_job(tmp_path, hyper=HYPER)
     source, model = find_source(body["model"], weights=True), make_adapted()
     for number in range(8):
-        save_weights(model, make_tokenizer(), source, tmp_path / str(number))
+        save_weights(model, model.state_dict(), make_tokenizer(), source, tmp_path / str(number))
     assert len({(tmp_path / str(number) / ADAPTER_WEIGHTS).read_bytes() for number in range(8)}) == 1
     with safe_open(tmp_path / "0" / ADAPTER_WEIGHTS, "pt") as file:
         assert file.metadata() == {"format": "pt", "base_digest": source.digest}
