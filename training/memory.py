@@ -36,6 +36,7 @@ def forecast_memory(
     micro_batch_size: int,
     gradient_checkpointing: bool,
     activation_offloading: bool = False,
+    shared: tuple[int, int] | None = None,
 ) -> Memory:
     """Bytes by part on each device.
 
@@ -49,13 +50,19 @@ def forecast_memory(
     and adapter is kept, and a layer's gradient. An adapter that a preference method compares with is kept in fp32
     beside the trained one. What ranks keep a part of is in `share_states`; weights that are gathered for a moment count
     as activations: embeddings and head, and two layers, the one that is computed and the next.
+
+    A pass has `micro_batch_size` of the longest rows, or of shorter ones as many rows and tokens as `shared` says.
     """
     width = 4 if precision == "fp32" else 2
     frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
     # The loss of a pair needs both of its sides at once.
     passes = 2 if spec.method.type == "dpo" else 1
     pass_tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
-    mask_numbers = pass_tokens**2 if _needs_mask(spec, micro_batch_size) else 0
+    rows, tokens = shared or (micro_batch_size, pass_tokens)
+    trained_tokens = max(
+        micro_batch_size * data.longest_trained_tokens, min(tokens, rows * data.longest_trained_tokens)
+    )
+    mask_numbers = tokens**2 if _needs_mask(spec, rows) else 0
     input_bytes = width * passes * pass_tokens * model.hidden_size
     layer_bytes = 12 * input_bytes + 4 * width * passes * pass_tokens * model.intermediate_size
     if spec.attention == "eager" or not model.has_fused_attention:
@@ -84,7 +91,7 @@ def forecast_memory(
         gradients_bytes=of_gradients,
         optimizer_bytes=of_optimizer,
         activations_bytes=kept + MASK_BYTES * mask_numbers + stacked_bytes + unpacked_bytes + gathered_bytes,
-        logits_bytes=_logits_bytes(passes * micro_batch_size * data.longest_trained_tokens, model),
+        logits_bytes=_logits_bytes(passes * trained_tokens, model),
     )
 
 
@@ -115,10 +122,10 @@ def _logits_bytes(trained_tokens: int, model: ModelFacts) -> int:
     return 3 * (min(logits_bytes, max(CHUNK_BYTES.values())) if model.head_in_parts else logits_bytes)
 
 
-def _needs_mask(spec: JobSpec, micro_batch_size: int) -> bool:
+def _needs_mask(spec: JobSpec, rows_per_pass: int) -> bool:
     """Whether rows that share a pass are told by a mask, once a pass."""
     packed = isinstance(spec.hyper, NextTokenHyperparameters) and spec.hyper.packing is True
-    return spec.attention != "flash" and (packed or micro_batch_size > 1)
+    return spec.attention != "flash" and (packed or rows_per_pass > 1)
 
 
 def bits_per_weight(adapter: Adapter) -> float:

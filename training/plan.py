@@ -118,6 +118,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     micro, checkpointing, offloading = _fit(spec, hardware, device, precision, model, data, max_seq_len, batch, why)
     epochs, steps, steps_per_epoch = make_length(asked, data, batch, why)
     attention = _attention(spec, hardware, device, precision, model, why)
+    shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
     if layout.strategy == "zero3" and model.stacked_parameters:
         param = "parallelism.strategy"
         message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
@@ -139,7 +140,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         n_epochs=epochs,
         batch_size=batch,
         micro_batch_size=micro,
-        tokens_per_pass=_tokens_per_pass(spec, device, data, max_seq_len, micro),
+        tokens_per_pass=shared[1] if shared else None,
         gradient_accumulation_steps=batch // (micro * layout.data),
         learning_rate=make_learning_rate(spec, model, why),
         lr_scheduler=asked.lr_scheduler,
@@ -165,7 +166,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
         lora_plus_ratio=spec.adapter.lora_plus_ratio,
-        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading),
+        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared),
         compute=forecast_compute(
             spec,
             model,
@@ -302,7 +303,8 @@ def _fit(
     batch //= spec.layout.data  # what comes to each rank
 
     def forecast(micro: int, checkpointing: bool, offloading: bool) -> Memory:
-        return forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading)
+        shared = _share_passes(spec, device, data, max_seq_len, micro, batch)
+        return forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared)
 
     def fits(micro: int, checkpointing: bool, offloading: bool) -> bool:
         return forecast(micro, checkpointing, offloading).total_bytes < room_bytes
@@ -338,10 +340,13 @@ def _fit(
     return 1, checkpointing, offloading
 
 
-def _tokens_per_pass(spec: JobSpec, device: str, data: DataFacts, max_seq_len: int, micro: int) -> int | None:
+def _share_passes(
+    spec: JobSpec, device: str, data: DataFacts, max_seq_len: int, micro: int, batch: int
+) -> tuple[int, int] | None:
+    """Where a pass takes as many rows of a step as fit by their tokens, and not a micro-batch: how many of both."""
     if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter):
         return None
-    return min(micro * min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device])
+    return batch, min(micro * min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device])
 
 
 def _asked_checkpointing(spec: JobSpec) -> bool | Auto:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_runs import (
     StopAtCheck,
@@ -22,13 +22,14 @@ from tiny_runs import (
     weights_of,
 )
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4TextConfig, PhimoeConfig
 
 from tests.tiny import TEMPLATE, WINDOW_TOKENS, make_model, make_plan, make_rows, make_tokenizer, save_model
 from training.adapter import Adapter
 from training.errors import SpecError
 from training.rank import run as run_module
 from training.rank.data import Example
+from training.rank.lora import make_targets
 from training.rank.loss import count_trained, make_batch, score
 from training.rank.model import build_model, load_config, make_facts
 from training.rank.order import cut
@@ -291,6 +292,23 @@ def test_experts_alone_are_named_like_layers(tmp_path: Path) -> None:
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     assert make_facts(source, load_config(source), adapter).trained_parameters == trained
     assert trained == 2 * 3 * 4 * (64 + 32)
+
+
+@pytest.mark.parametrize("kind", [Llama4TextConfig, PhimoeConfig])
+def test_a_router_that_is_a_linear_layer_is_not_adapted(kind: Any) -> None:
+    """Some give what they choose and not a product, which peft cannot add to."""
+    model = AutoModelForCausalLM.from_config(
+        kind(
+            **{"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 1},
+        )
+    )
+    routers = {name for name, module in model.named_modules() if name.endswith("router")}
+    targets = make_targets(model, Adapter())
+    assert routers
+    assert not any(name.endswith(tuple(targets.modules)) for name in routers)
+    adapted = get_peft_model(model, LoraConfig(target_modules=targets.modules, target_parameters=targets.parameters))
+    assert adapted(input_ids=torch.arange(8).unsqueeze(0)).logits.isfinite().all()
 
 
 def test_experts_in_16_bits_have_adapters_in_fp32(tmp_path: Path) -> None:

@@ -318,6 +318,20 @@ def test_only_a_head_that_runs_in_parts_is_forecast_so() -> None:
     assert plan_for(longest=4096).memory.logits_bytes == 3 * 2**28
 
 
+def test_a_pass_that_is_filled_by_tokens_is_forecast_with_all_rows_that_it_may_have() -> None:
+    """The longest row of 384 tokens, half of them trained, fills a pass of a CPU alone; of shorter rows two may give
+    as many trained tokens each, three have no room. The lengths of rows are read from a mask of all pairs."""
+    whole = SMOL.model_copy(update={"head_in_parts": False})
+    of = {
+        batch: plan_for(longest=384, model=whole, gradient_checkpointing=False, hyper={"batch_size": batch}).memory
+        for batch in (1, 2, 3)
+    }
+    alone = plan_for(longest=384, model=whole, gradient_checkpointing=False, hyper={"micro_batch_size": 1}).memory
+    assert of[1] == alone
+    assert of[2].logits_bytes == 2 * alone.logits_bytes == of[3].logits_bytes == 3 * 4 * 384 * 49152
+    assert of[2].activations_bytes - alone.activations_bytes == 8 * 384**2
+
+
 def test_warm_up_is_three_percent_rounded_up() -> None:
     assert plan_for(hyper={"max_steps": 100}).warmup_steps == 3
     assert plan_for(hyper={"max_steps": 10}).warmup_steps == 1

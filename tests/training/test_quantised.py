@@ -22,7 +22,7 @@ from tiny_runs import (
     weights_of,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FalconConfig
 
 from tests.tiny import make_model, make_plan, save_model
 from training.adapter import Adapter
@@ -32,6 +32,7 @@ from training.rank.data import Example
 from training.rank.loss import compute_logits, make_batch, score
 from training.rank.model import build_model, load_config, make_facts
 from training.rank.objective import judging
+from training.rank.quantised import count_quantised
 from training.rank.source import find_source
 from training.rundir import EXIT_FINISHED, EXIT_STOPPED
 from training.spec import parse_spec
@@ -137,6 +138,16 @@ def test_the_compute_type_follows_the_precision(base: Path, precision: str) -> N
     layers = [module for module in model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
     assert {layer.compute_dtype for layer in layers} == {wanted}
     assert {module.weight.dtype for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"} == {wanted}
+
+
+def test_a_model_with_layers_of_its_own_kind_is_refused() -> None:
+    """transformers would leave them as they are, and the plan would promise what is not."""
+    config = FalconConfig(vocab_size=258, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(SpecError, match="no layer of falcon can be quantised") as refused:
+        count_quantised(model)
+    assert refused.value.param == "adapter.type"
 
 
 # What it computes

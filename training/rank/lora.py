@@ -55,7 +55,13 @@ def _choose(model: nn.Module, adapter: Adapter, linear: dict[str, Any]) -> set[s
 
 
 def list_linear(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    """But for routers of experts that are made of one (Llama 4, Phi-3.5-MoE): they give choices, which peft cannot add
+    to."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not type(module).__name__.endswith("Router")
+    }
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -5,15 +5,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from training.adapter import Adapter
+from training.errors import SpecError
 from training.rank.lora import list_linear
 
 
 def count_quantised(model: Any) -> int:
-    """The weights that would be quantised: those of linear layers but the output head."""
+    """The weights that would be quantised: those of linear layers but the output head.
+
+    Raises:
+        SpecError: there are none. transformers takes no layers of a kind of their own, such as Falcon's.
+    """
     head = model.get_output_embeddings()
-    return sum(module.weight.numel() for module in list_linear(model).values() if module is not head)
+    layers = [module for module in list_linear(model).values() if type(module) in (nn.Linear, Conv1D)]
+    count = sum(module.weight.numel() for module in layers if module is not head)
+    if not count:
+        what = f"no layer of {model.config.model_type} can be quantised"
+        raise SpecError(f'adapter.type: {what}; set it to "lora"', param="adapter.type")
+    return count
 
 
 def make_quantization(adapter: Adapter, compute_type: torch.dtype) -> Any:
