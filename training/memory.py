@@ -54,7 +54,6 @@ def forecast_memory(
     A pass has `micro_batch_size` of the longest rows, or of shorter ones as many rows and tokens as `shared` says.
     """
     width = 4 if precision == "fp32" else 2
-    frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
     # The loss of a pair needs both of its sides at once.
     passes = 2 if spec.method.type == "dpo" else 1
     pass_tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
@@ -63,22 +62,9 @@ def forecast_memory(
         micro_batch_size * data.longest_trained_tokens, min(tokens, rows * data.longest_trained_tokens)
     )
     mask_numbers = tokens**2 if _needs_mask(spec, rows) else 0
-    input_bytes = width * passes * pass_tokens * model.hidden_size
-    layer_bytes = 12 * input_bytes + 4 * width * passes * pass_tokens * model.intermediate_size
-    if spec.attention == "eager" or not model.has_fused_attention:
-        layer_bytes += (4 + 2 * width) * passes * model.attention_heads * pass_tokens**2
-    stacked_bytes = width * model.stacked_parameters // model.layers
-    layer_bytes += stacked_bytes
-    kept = model.layers * (input_bytes if gradient_checkpointing else layer_bytes)
-    if activation_offloading:
-        kept = input_bytes
-    if activation_offloading or gradient_checkpointing:
-        kept += layer_bytes
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
-    quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
-    adapters = 2 if spec.has_reference and spec.resume_from is not None else 1
-    weights_bytes = (frozen - model.quantised_parameters) * width + quantised_bytes
-    weights_bytes += model.trained_parameters * 4 * adapters
+    kept_bytes = _kept_bytes(spec, width, model, passes, pass_tokens, gradient_checkpointing, activation_offloading)
+    weights_bytes = _weights_bytes(spec, width, model)
     strategy, ranks = spec.layout.strategy, spec.layout.data
     gathered_bytes = _gathered_bytes(model, weights_bytes) if strategy in SHARDS_WEIGHTS else 0
     # DeepSpeed steps a copy of the weights, also where they are fp32 themselves.
@@ -90,9 +76,41 @@ def forecast_memory(
         weights_bytes=of_weights,
         gradients_bytes=of_gradients,
         optimizer_bytes=of_optimizer,
-        activations_bytes=kept + MASK_BYTES * mask_numbers + stacked_bytes + unpacked_bytes + gathered_bytes,
+        activations_bytes=kept_bytes + MASK_BYTES * mask_numbers + unpacked_bytes + gathered_bytes,
         logits_bytes=_logits_bytes(passes * trained_tokens, model),
     )
+
+
+def _weights_bytes(spec: JobSpec, width: int, model: ModelFacts) -> int:
+    """Of frozen weights in the compute type or quantised, and of trained ones, on one device."""
+    frozen = model.parameters - model.trained_parameters if spec.adapter.type == "full" else model.parameters
+    quantised_bytes = math.ceil(model.quantised_parameters * bits_per_weight(spec.adapter) / 8)
+    adapters = 2 if spec.has_reference and spec.resume_from is not None else 1
+    return (frozen - model.quantised_parameters) * width + quantised_bytes + model.trained_parameters * 4 * adapters
+
+
+def _kept_bytes(
+    spec: JobSpec,
+    width: int,
+    model: ModelFacts,
+    passes: int,
+    pass_tokens: int,
+    gradient_checkpointing: bool,
+    activation_offloading: bool,
+) -> int:
+    """What the layers keep for the backward pass."""
+    input_bytes = width * passes * pass_tokens * model.hidden_size
+    layer_bytes = 12 * input_bytes + 4 * width * passes * pass_tokens * model.intermediate_size
+    if spec.attention == "eager" or not model.has_fused_attention:
+        layer_bytes += (4 + 2 * width) * passes * model.attention_heads * pass_tokens**2
+    stacked_bytes = width * model.stacked_parameters // model.layers
+    layer_bytes += stacked_bytes
+    kept = model.layers * (input_bytes if gradient_checkpointing else layer_bytes)
+    if activation_offloading:
+        kept = input_bytes
+    if activation_offloading or gradient_checkpointing:
+        kept += layer_bytes
+    return kept + stacked_bytes
 
 
 def share_states(

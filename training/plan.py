@@ -14,7 +14,7 @@ from training.automatic import (
     make_save_total_limit,
     make_warmup_steps,
 )
-from training.devices import SHARDS_STATES, Offload, Strategy
+from training.devices import SHARDS_STATES, Layout, Offload, Strategy
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
@@ -119,10 +119,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     epochs, steps, steps_per_epoch = make_length(asked, data, batch, why)
     attention = _attention(spec, hardware, device, precision, model, why)
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
-    if layout.strategy == "zero3" and model.stacked_parameters:
-        param = "parallelism.strategy"
-        message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
-        raise SpecError(message, param=param)
+    _require_gatherable(layout, model)
     if layout.ranks > 1 and spec.parallelism.strategy == "auto":
         why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
     return Plan(
@@ -184,6 +181,14 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         desirable_weight=asked.desirable_weight if isinstance(asked, KtoHyperparameters) else None,
         undesirable_weight=asked.undesirable_weight if isinstance(asked, KtoHyperparameters) else None,
     )
+
+
+def _require_gatherable(layout: Layout, model: ModelFacts) -> None:
+    """Raises SpecError for a model that the strategy would train wrongly."""
+    if layout.strategy == "zero3" and model.stacked_parameters:
+        param = "parallelism.strategy"
+        message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
+        raise SpecError(message, param=param)
 
 
 def make_max_seq_len(

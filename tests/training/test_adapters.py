@@ -7,20 +7,28 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_runs import StopAtCheck, curve_of, last_event, make_job, read_json, same_weights, train_here, weights_of
+from tiny_runs import (
+    StopAtCheck,
+    curve_of,
+    last_event,
+    make_job,
+    read_json,
+    same_weights,
+    train_here,
+    watch_results,
+    weights_of,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model, make_plan, save_model
 from training.adapter import Adapter
 from training.errors import SpecError
-from training.rank import run as run_module
 from training.rank.data import Example
 from training.rank.loss import compute_logits, make_batch
 from training.rank.model import build_model, load_config, make_facts
 from training.rank.optim import build_optimizer, set_rate
 from training.rank.source import find_source
-from training.rank.weights import save_weights
 from training.rundir import EXIT_FINISHED, EXIT_STOPPED
 from training.spec import parse_spec
 
@@ -206,14 +214,7 @@ def test_pissa_begins_as_the_principal_part_of_the_weights(tmp_path: Path) -> No
 @pytest.fixture
 def live_logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What the model answered each time its weights were about to be written as the result."""
-    seen: list[torch.Tensor] = []
-
-    def save(model: Any, *others: Any) -> None:
-        seen.append(logits_of(model))
-        save_weights(model, *others)
-
-    monkeypatch.setattr(run_module, "save_weights", save)
-    return seen
+    return watch_results(monkeypatch, logits_of)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

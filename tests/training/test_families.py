@@ -19,6 +19,7 @@ from tiny_runs import (
     read_json,
     same_weights,
     train_here,
+    watch_results,
     weights_of,
 )
 from torch.nn import functional
@@ -27,14 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4TextConfig, 
 from tests.tiny import TEMPLATE, WINDOW_TOKENS, make_model, make_plan, make_rows, make_tokenizer, save_model
 from training.adapter import Adapter
 from training.errors import SpecError
-from training.rank import run as run_module
 from training.rank.data import Example
 from training.rank.lora import make_targets
 from training.rank.loss import count_trained, make_batch, score
 from training.rank.model import build_model, load_config, make_facts
 from training.rank.order import cut
 from training.rank.source import find_source
-from training.rank.weights import save_weights
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 
 CPU = torch.device("cpu")
@@ -159,13 +158,7 @@ class Finished:
 
 
 def finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool, adapter: Any) -> Finished:
-    seen: list[torch.Tensor] = []
-
-    def save(model: Any, *others: Any) -> None:
-        seen.append(logits_of(model))
-        save_weights(model, *others)
-
-    monkeypatch.setattr(run_module, "save_weights", save)
+    seen = watch_results(monkeypatch, logits_of)
     hyper = {"batch_size": 4, "micro_batch_size": 2, "learning_rate": 1e-3, "warmup_steps": 0}
     body = make_job(tmp_path, family=family, tied=tied, rows=4, adapter=adapter, hyper=hyper)
     del body["validation_file"]

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from tiny_runs import make_job, read_json, train_here, weights_of
+from tiny_runs import make_job, read_json, train_here, watch_results, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import TEMPLATE, save_model
-from training.rank import run as run_module
-from training.rank.weights import save_weights
 from training.rundir import EXIT_FINISHED, verify
 
 PROMPT = list(range(40, 70))
@@ -24,14 +22,7 @@ HYPER = {"max_steps": 3, "n_epochs": "auto", "learning_rate": 0.01}
 @pytest.fixture
 def live_logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What the model answered each time its weights were about to be written; the last is the result's."""
-    seen: list[torch.Tensor] = []
-
-    def save(model: Any, *others: Any) -> None:
-        seen.append(logits_of(model))
-        save_weights(model, *others)
-
-    monkeypatch.setattr(run_module, "save_weights", save)
-    return seen
+    return watch_results(monkeypatch, logits_of)
 
 
 def logits_of(model: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ from tiny_runs import (
     read_json,
     same_weights,
     train_here,
+    watch_results,
     weights_of,
 )
 from transformers import AutoModelForCausalLM
@@ -22,12 +23,10 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import CONTEXT_TOKENS, make_model, make_plan, save_model
 from training.adapter import Adapter
 from training.errors import SpecError
-from training.rank import run as run_module
 from training.rank.data import Example
 from training.rank.loss import compute_logits, make_batch, score
 from training.rank.model import build_model, load_config, make_facts
 from training.rank.source import find_source
-from training.rank.weights import save_weights
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from training.spec import parse_spec
 
@@ -124,14 +123,7 @@ def test_a_prefix_is_seen_by_the_row(tmp_path: Path) -> None:
 @pytest.fixture
 def live_logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What the model answered each time its weights were about to be written as the result."""
-    seen: list[torch.Tensor] = []
-
-    def save(model: Any, *others: Any) -> None:
-        seen.append(logits_of(model))
-        save_weights(model, *others)
-
-    monkeypatch.setattr(run_module, "save_weights", save)
-    return seen
+    return watch_results(monkeypatch, logits_of)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

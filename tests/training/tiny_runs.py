@@ -5,13 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.tiny import make_body, make_labelled, make_pairs, make_rows, make_texts, save_model, write_rows
 from training.events import Event, read_events
+from training.rank import run as run_module
 from training.rank.run import run
 from training.rank.stop import Stop
+from training.rank.weights import save_weights
 from training.rundir import RunDir, write_json
 
 TIMES = {"tokens_per_s", "step_s", "peak_memory_bytes", "mfu", "seconds"}
@@ -73,6 +76,18 @@ def train_here(path: Path, body: dict[str, Any], attempt: int = 1, *, stop: Call
     path.mkdir(exist_ok=True)
     write_json(run_dir.spec, body)
     return run(run_dir, attempt, stop(run_dir))
+
+
+def watch_results(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
+    """What a model answers each time its weights are about to be written as the result."""
+    seen: list[torch.Tensor] = []
+
+    def save(model: Any, *others: Any) -> None:
+        seen.append(answer(model))
+        save_weights(model, *others)
+
+    monkeypatch.setattr(run_module, "save_weights", save)
+    return seen
 
 
 def events_of(path: Path, *types: str) -> list[Event]:

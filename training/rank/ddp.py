@@ -2,31 +2,30 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from training.plan import Plan
+from training.rank.data_parallel import DataParallel, Passes
 from training.rank.group import Group
-from training.rank.parallel import SingleDevice
 
 T = TypeVar("T")
 
 
-class Ddp(SingleDevice):
+class Ddp(DataParallel):
     """The gradients of all ranks are averaged in the backward pass of a window's last pass, while it goes on."""
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
         super().__init__(model, plan, group)
-        self.data_rank, self.data_ranks = group.rank, group.ranks
         for weight in self._trained.values():
             dist.broadcast(weight.data, src=0)
         # What is frozen is the same file on all ranks. A weight without a gradient in the last pass is no fault: of an
         # expert that no token went to, for one.
         self._passes = DistributedDataParallel(
-            _Passes(model),
+            Passes(model),
             forward_sync_buffers=False,
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
@@ -37,20 +36,3 @@ class Ddp(SingleDevice):
         with nullcontext() if last else self._passes.no_sync(), self.compute():
             made: T = self._passes(work)
             return made
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        super().backward(loss * self.data_ranks, last=last)  # for it is averaged over them
-
-    def total(self, value: Tensor) -> Tensor:
-        return self.group.total(value)
-
-
-class _Passes(nn.Module):
-    """Stands in for the model: a pass is more than one call of it, and methods switch its adapters on and off."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, work: Callable[[], Any]) -> Any:
-        return work()

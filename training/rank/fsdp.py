@@ -10,14 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from training.errors import TrainingError
 from training.plan import Plan
+from training.rank.data_parallel import DataParallel, gather_each, put_each
 from training.rank.group import Group
 from training.rank.model import get_base
-from training.rank.parallel import SingleDevice
 
 
-class Fsdp(SingleDevice):
+class Fsdp(DataParallel):
     """Gradients are averaged, and each rank's part of them kept, after every pass and not after a window's last alone:
     otherwise each rank would hold the gradient of the whole model meanwhile."""
 
@@ -30,35 +29,12 @@ class Fsdp(SingleDevice):
         # is computed from the head's weights by hand (head.py).
         fully_shard(base, mesh=mesh, reshard_after_forward=False)
         super().__init__(model, plan, group)
-        self.data_rank, self.data_ranks = group.rank, group.ranks
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        super().backward(loss * self.data_ranks, last=last)  # for it is averaged over them
-
-    def total(self, value: Tensor) -> Tensor:
-        return self.group.total(value)
 
     def gather_weights(self) -> dict[str, Tensor]:
-        # Tied weights stand under each of their names, and are gathered once.
-        whole: dict[Tensor, Tensor] = {}
-        adapted = get_base(self.model) is not self.model
-        found = {}
-        for name, weight in self.model.state_dict(keep_vars=True).items():
-            if adapted and not weight.requires_grad:
-                continue
-            if weight not in whole:
-                whole[weight] = _gather(weight.detach(), keep=self.group.rank == 0)
-            found[name] = whole[weight]
-        return found if self.group.rank == 0 else {}
+        return gather_each(self.model, self.group, lambda part: _gather(part.detach(), keep=self.group.rank == 0))
 
-    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        own = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters(remove_duplicate=False))}
-        unknown = [name for name in weights if name not in own]
-        if unknown:
-            raise TrainingError(f"the model has no weights {unknown[:3]}")
-        for name, weight in weights.items():
-            own[name].copy_(_cut_like(own[name], weight))
+        put_each(self.model, weights, lambda own, whole: own.copy_(_cut_like(own, whole)))
 
     def cast_weights(self, dtype: torch.dtype) -> None:
         buffers = dict(self.model.named_buffers())

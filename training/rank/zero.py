@@ -4,18 +4,18 @@ that the numbers are those of one device: DeepSpeed is told of fp32 alone."""
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from training.errors import TrainingError
 from training.plan import Plan
+from training.rank.data_parallel import DataParallel, Passes, gather_each, put_each
 from training.rank.group import Group
 from training.rank.loss_scale import LossScale
 from training.rank.model import get_base
-from training.rank.parallel import SingleDevice
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 BUCKET_NUMBERS = 2**25
@@ -23,7 +23,7 @@ BUCKET_NUMBERS = 2**25
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Zero(SingleDevice):
+class Zero(DataParallel):
     """DeepSpeed's engine is given the gradient that a window's passes have summed; when it steps and when it forgets is
     the loop's to say."""
 
@@ -31,7 +31,6 @@ class Zero(SingleDevice):
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
         super().__init__(model, plan, group)
-        self.data_rank, self.data_ranks = group.rank, group.ranks
         self._engine = _start_engine(model, self._optimizer, plan)
         self._partitions = self._engine.optimizer
 
@@ -55,9 +54,6 @@ class Zero(SingleDevice):
     def drop_gradients(self) -> None:
         self._partitions.zero_grad(set_to_none=True)
         self._partitions.averaged_gradients.clear()
-
-    def total(self, value: Tensor) -> Tensor:
-        return self.group.total(value)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         super().load_weights(weights)
@@ -125,37 +121,18 @@ class ZeroWeights(Zero):
         self._gather_persistent()
 
     def gather_weights(self) -> dict[str, Tensor]:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        adapted = get_base(self.model) is not self.model
-        whole: dict[Tensor, Tensor] = {}
-        found = {}
-        for name, weight in self.model.state_dict(keep_vars=True).items():
-            if adapted and not weight.requires_grad:
-                continue
-            # Tied weights stand under each of their names, and are gathered once.
-            if weight not in whole:
-                dtype = weight.dtype
-                with GatheredParameters([weight] if hasattr(weight, "ds_id") else []):
-                    whole[weight] = (
-                        weight.detach().to("cpu", dtype, copy=True) if self.group.rank == 0 else weight.new_empty(0)
-                    )
-            found[name] = whole[weight]
-        return found if self.group.rank == 0 else {}
+        return gather_each(self.model, self.group, self._gather)
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        own = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters(remove_duplicate=False))}
-        unknown = [name for name in weights if name not in own]
-        if unknown:
-            raise TrainingError(f"the model has no weights {unknown[:3]}")
-        for name, weight in weights.items():
-            with GatheredParameters([own[name]] if hasattr(own[name], "ds_id") else [], modifier_rank=0):
-                own[name].copy_(weight)
+        put_each(self.model, weights, _put)
         self._partitions.refresh_fp32_params()
         self._gather_persistent()
+
+    def _gather(self, weight: Tensor) -> Tensor:
+        dtype = weight.dtype
+        with _gathered(weight):
+            return weight.detach().to("cpu", dtype, copy=True) if self.group.rank == 0 else weight.new_empty(0)
 
     def _own_parts(self) -> list[Tensor]:
         parts: list[Tensor] = self._partitions.fp32_partitioned_groups_flat
@@ -178,15 +155,17 @@ class ZeroWeights(Zero):
             kept[0].all_gather(kept)
 
 
-class _Passes(nn.Module):
-    """Stands in for the model: a pass is more than one call of it, and the loss is not what it gives."""
+def _gathered(weight: Tensor, **more: Any) -> AbstractContextManager[Any]:
+    """Where a weight is whole on all ranks; buffers always are."""
+    from deepspeed.runtime.zero import GatheredParameters
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+    context: AbstractContextManager[Any] = GatheredParameters([weight] if hasattr(weight, "ds_id") else [], **more)
+    return context
 
-    def forward(self, work: Callable[[], Any]) -> Any:
-        return work()
+
+def _put(own: Tensor, whole: Tensor) -> None:
+    with _gathered(own, modifier_rank=0):
+        own.copy_(whole)
 
 
 def _start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Any:
@@ -195,6 +174,9 @@ def _start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    # Or it compiles an operation on a CPU, behind a lock file that a process killed meanwhile leaves: all later runs
+    # would wait for it without an end. gloo does the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     stage = STAGES[plan.strategy]
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET_NUMBERS}
     if stage == 3:
@@ -212,4 +194,4 @@ def _start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
     }
-    return deepspeed.initialize(model=_Passes(model), optimizer=optimizer, config=config)[0]
+    return deepspeed.initialize(model=Passes(model), optimizer=optimizer, config=config)[0]

@@ -23,7 +23,8 @@ from training.rundir import (
 )
 from worker.processes import MARK, end_processes, find_processes, make_mark
 
-LONG = {"n_epochs": 400, "eval_steps": 10_000, "save_steps": 10}
+LONG = {"n_epochs": "auto", "max_steps": 100_000, "eval_steps": 10_000, "save_steps": 10}
+"""No machine is so fast that it comes to its end before it is stopped."""
 
 
 def start(folder: Path, body: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
@@ -53,7 +54,7 @@ def lives(pid: int) -> bool:
 
 
 def test_a_run_from_the_command_line_is_that_of_one_process_and_goes_on_after_a_signal(tmp_path: Path) -> None:
-    body = make_job(tmp_path, rows=9, hyper={**LONG, "n_epochs": 40, "learning_rate": 1e-4})
+    body = make_job(tmp_path, rows=9, hyper={**LONG, "max_steps": 120, "learning_rate": 1e-4})
     assert train_here(tmp_path / "one", body) == EXIT_FINISHED
     process = start(tmp_path, on_ranks(body, 2, "ddp"))
     wait_for_step(process, 10)
@@ -149,7 +150,7 @@ def test_a_service_finds_all_processes_of_a_run_by_their_mark_and_ends_them(tmp_
     found = {process.pid for process in find_processes("job", 1)}
     assert {process.pid, *pids_of(run_dir.path)} <= found
     end_processes("job", 1, grace_s=60)
-    assert process.wait(10) == EXIT_STOPPED
+    process.wait(10)  # its exit code was collected by `end_processes`, as that of any child
     assert last_event(run_dir.path).type == "stopped"
     assert not find_processes("job", 1)
     assert len(run_dir.list_checkpoints()) > 0

@@ -1,0 +1,70 @@
+"""What strategies that share the rows of a batch among ranks have in common."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.errors import TrainingError
+from training.plan import Plan
+from training.rank.group import Group
+from training.rank.model import get_base
+from training.rank.parallel import SingleDevice
+
+
+class DataParallel(SingleDevice):
+    """Every rank is one of the data-parallel ranks, and gradients are averaged over them."""
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
+        super().__init__(model, plan, group)
+        self.data_rank, self.data_ranks = group.rank, group.ranks
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        super().backward(loss * self.data_ranks, last=last)  # for it is averaged over them
+
+    def total(self, value: Tensor) -> Tensor:
+        return self.group.total(value)
+
+
+class Passes(nn.Module):
+    """Stands in for the model: a pass is more than one call of it, methods switch its adapters on and off, and the loss
+    is not what it gives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+def gather_each(model: nn.Module, group: Group, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Whole weights of a model whose ranks keep parts of them, by their names, on rank 0; those of the base beside an
+    adapter are left out. `gather` is called on all ranks, one weight after another."""
+    adapted = get_base(model) is not model
+    # Tied weights stand under each of their names, and are gathered once.
+    whole: dict[Tensor, Tensor] = {}
+    found = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if adapted and not weight.requires_grad:
+            continue
+        if weight not in whole:
+            whole[weight] = gather(weight)
+        found[name] = whole[weight]
+    return found if group.rank == 0 else {}
+
+
+@torch.no_grad()
+def put_each(model: nn.Module, weights: Mapping[str, Tensor], put: Callable[[Tensor, Tensor], object]) -> None:
+    """Whole weights in the place of a model's own: `put(own, whole)`.
+
+    Raises:
+        TrainingError: a name that the model does not have.
+    """
+    own = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
+    unknown = [name for name in weights if name not in own]
+    if unknown:
+        raise TrainingError(f"the model has no weights {unknown[:3]}")
+    for name, weight in weights.items():
+        put(own[name], weight)
