@@ -14,17 +14,19 @@ from training.rank.parallel import SingleDevice
 
 
 class DataParallel(SingleDevice):
-    """Every rank is one of the data-parallel ranks, and gradients are averaged over them."""
+    """Rows are shared among `data`, all ranks where it is not given, and gradients are averaged over them. Other ranks
+    are at work on the same rows (mesh.py)."""
 
-    def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, data: Group | None = None) -> None:
         super().__init__(model, plan, group)
-        self.data_rank, self.data_ranks = group.rank, group.ranks
+        self.data = data or group
+        self.data_rank, self.data_ranks = self.data.rank, self.data.ranks
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         super().backward(loss * self.data_ranks, last=last)  # for it is averaged over them
 
     def total(self, value: Tensor) -> Tensor:
-        return self.group.total(value)
+        return self.data.total(value)
 
 
 class Passes(nn.Module):
