@@ -9,9 +9,9 @@ from torch import nn
 
 from training.rank.data import Prepared, Trained, prepare, prepare_texts, sequences_of
 from training.rank.loss import count_trained, make_batch, score
-from training.rank.objective import Scores, Sums, Window
+from training.rank.objective import Sums, Window
 from training.rank.parallel import Parallel
-from training.rank.passes import PassLimit
+from training.rank.passes import PassLimit, Scores
 
 
 class _NextToken:
