@@ -11,6 +11,7 @@ from training.fields import Auto, Part, at, show, whole
 
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Offload = Literal["none", "optimizer", "params"]
+Schedule = Literal["1f1b", "interleaved"]
 _VALUES: dict[str, Any] = {"strategy": Strategy, "offload": Offload}
 
 NOT_OFFERED: set[tuple[str, object]] = {
@@ -21,7 +22,6 @@ NOT_OFFERED: set[tuple[str, object]] = {
 
 SIZES_NOT_OFFERED = {
     "tensor",
-    "pipeline",
     "expert",
 }
 """Fields that this version takes the value 1 of."""
@@ -53,10 +53,18 @@ class Parallelism(Part):
     "Ranks among which each matrix is split."
     pipeline: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the layers are split."
+    schedule: Schedule | Auto = "auto"
+    "Of a pipeline: the order in which its ranks make the passes of a step; auto is 1f1b."
     expert: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the experts of a layer are split."
     offload: Offload = "none"
     "What is kept in the host's memory."
+
+    @model_validator(mode="after")
+    def _has_a_pipeline(self) -> Self:
+        if self.schedule != "auto" and self.pipeline == 1:
+            raise at("schedule", "is the order of the passes in a pipeline; set pipeline to 2 or more, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _offered(self) -> Self:
@@ -78,6 +86,7 @@ class Layout:
     tensor: int
     pipeline: int
     expert: int
+    schedule: Schedule | None = None
 
     @property
     def ranks(self) -> int:
@@ -97,7 +106,18 @@ def make_layout(asked: Parallelism, resources: Resources) -> Layout:
     strategy = asked.strategy
     if strategy == "auto":
         strategy = "ddp" if data > 1 else "none"
-    return Layout(strategy, data, asked.tensor, asked.pipeline, asked.expert)
+    schedule: Schedule | None = None if asked.pipeline == 1 else "1f1b" if asked.schedule == "auto" else asked.schedule
+    return Layout(strategy, data, asked.tensor, asked.pipeline, asked.expert, schedule)
+
+
+def count_stages(pipeline: int, schedule: Schedule | None) -> int:
+    """Interleaved, each rank has two: it waits half as long for the others (Narayanan et al. 2021, section 2.2)."""
+    return 2 * pipeline if schedule == "interleaved" else pipeline
+
+
+def share_layers(layers: int, stages: int) -> list[int]:
+    """How many layers each stage has: as many as the others, or one more. The last ones have the head too."""
+    return [-(-layers * (stage + 1) // stages) - -(-layers * stage // stages) for stage in range(stages)]
 
 
 def find_conflict(
@@ -129,6 +149,36 @@ def find_conflict(
     if activation_offloading:
         message = f'not together with "{strategy}", which moves tensors by itself; leave it out, or take "ddp"'
         return at("activation_offloading", message)
+    return None
+
+
+def find_pipeline_conflict(
+    layout: Layout, adapter: Adapter, method: str, *, activation_offloading: bool
+) -> PydanticCustomError | None:
+    """What cannot run in a pipeline, with what can."""
+    if layout.pipeline == 1:
+        return None
+    if layout.strategy in SHARDS_STATES:
+        return at("parallelism.strategy", f'"{layout.strategy}" does not go with a pipeline; "ddp" does')
+    if layout.tensor > 1 or layout.expert > 1:
+        other = "tensor" if layout.tensor > 1 else "expert"
+        return at("parallelism.pipeline", f"does not go with {other}; leave one of the two at 1")
+    if method in ("dpo", "kto"):
+        why = f'{method} compares each row with a reference in the same pass; "ddp" and "fsdp" train it'
+        return at("parallelism.pipeline", f"{why}, with pipeline 1")
+    if adapter.type == "qlora":
+        return at("parallelism.pipeline", 'quantised weights are not split; "ddp" trains qlora, with pipeline 1')
+    if adapter.virtual_tokens:
+        why = f'a {adapter.type} stands before the first layer and is not handed on; "ddp" trains it, with pipeline 1'
+        return at("parallelism.pipeline", why)
+    if adapter.init == "pissa":
+        return at("parallelism.pipeline", 'PiSSA is not split; "ddp" and "fsdp" train it, with pipeline 1')
+    if adapter.modules_to_save:
+        why = 'adapter.modules_to_save are not split; "ddp" and "fsdp" train them, with pipeline 1'
+        return at("parallelism.pipeline", why)
+    if activation_offloading:
+        why = "not together with a pipeline, where several passes are under way at once; leave it out"
+        return at("activation_offloading", why)
     return None
 
 

@@ -3,7 +3,7 @@
 import math
 
 from training.adapter import Adapter
-from training.devices import SHARDS_STATES, SHARDS_WEIGHTS, Strategy
+from training.devices import SHARDS_STATES, SHARDS_WEIGHTS, Layout, Strategy, count_stages, share_layers
 from training.facts import DataFacts, Fact, ModelFacts
 from training.spec import JobSpec, NextTokenHyperparameters
 
@@ -37,6 +37,7 @@ def forecast_memory(
     gradient_checkpointing: bool,
     activation_offloading: bool = False,
     shared: tuple[int, int] | None = None,
+    passes_per_step: int = 1,
 ) -> Memory:
     """Bytes by part on each device.
 
@@ -49,7 +50,8 @@ def forecast_memory(
     all tokens of the pass. One quantised layer at a time is unpacked. Of adapted experts in stacks the sum of weight
     and adapter is kept, and a layer's gradient. An adapter that a preference method compares with is kept in fp32
     beside the trained one. What ranks keep a part of is in `share_states`; weights that are gathered for a moment count
-    as activations: embeddings and head, and two layers, the one that is computed and the next.
+    as activations: embeddings and head, and two layers, the one that is computed and the next. In a pipeline it is the
+    rank that has most: see `_share_of_stage` and `_count_under_way`.
 
     A pass has `micro_batch_size` of the longest rows, or of shorter ones as many rows and tokens as `shared` says.
     """
@@ -65,18 +67,28 @@ def forecast_memory(
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
     kept_bytes = _kept_bytes(spec, width, model, passes, pass_tokens, gradient_checkpointing, activation_offloading)
     weights_bytes = _weights_bytes(spec, width, model)
-    strategy, ranks = spec.layout.strategy, spec.layout.data
+    layout, trained = spec.layout, model.trained_parameters
+    strategy, ranks = layout.strategy, layout.data
+    handed_bytes = 0
+    if layout.pipeline > 1:
+        share = _share_of_stage(layout, model)
+        weights_bytes, trained = math.ceil(weights_bytes * share), math.ceil(trained * share)
+        kept_bytes = math.ceil(kept_bytes * _count_under_way(layout, passes_per_step) * _share_of_layers(layout, model))
+        # Of each pass of a step, in fp32 where weights are: what is received, and its gradient.
+        handed_bytes = (
+            2 * passes_per_step * pass_tokens * model.hidden_size * (4 if spec.adapter.type == "full" else width)
+        )
     gathered_bytes = _gathered_bytes(model, weights_bytes) if strategy in SHARDS_WEIGHTS else 0
     # DeepSpeed steps a copy of the weights, also where they are fp32 themselves.
     master_bytes = model.trained_parameters * 4 if strategy.startswith("zero") else 0
     of_weights, of_gradients, of_optimizer = share_states(
-        strategy, ranks, weights_bytes, model.trained_parameters * 4, _optimizer_bytes(spec, model) + master_bytes
+        strategy, ranks, weights_bytes, trained * 4, _optimizer_bytes(spec, model, trained) + master_bytes
     )
     return Memory(
         weights_bytes=of_weights,
         gradients_bytes=of_gradients,
         optimizer_bytes=of_optimizer,
-        activations_bytes=kept_bytes + MASK_BYTES * mask_numbers + unpacked_bytes + gathered_bytes,
+        activations_bytes=kept_bytes + MASK_BYTES * mask_numbers + unpacked_bytes + gathered_bytes + handed_bytes,
         logits_bytes=_logits_bytes(passes * trained_tokens, model),
     )
 
@@ -128,6 +140,25 @@ def share_states(
     )
 
 
+def _share_of_layers(layout: Layout, model: ModelFacts) -> float:
+    """Of the layers, what the first rank of a pipeline has: as many as any other, or more."""
+    layers_of = share_layers(model.layers, count_stages(layout.pipeline, layout.schedule))
+    return sum(layers_of[:: layout.pipeline]) / model.layers
+
+
+def _share_of_stage(layout: Layout, model: ModelFacts) -> float:
+    """Of the weights: its layers, and the embeddings or as large a head. What is trained is shared as they are."""
+    ends = min(1.0, model.vocabulary * model.hidden_size / model.parameters)
+    return ends + (1 - ends) * _share_of_layers(layout, model)
+
+
+def _count_under_way(layout: Layout, passes_per_step: int) -> float:
+    """Passes whose activations the first rank keeps for its layers at once: one for each rank; interleaved, up to three
+    halves of that (Narayanan et al. 2021, section 2.2)."""
+    most = 1.5 * layout.pipeline if layout.schedule == "interleaved" else layout.pipeline
+    return min(most, passes_per_step)
+
+
 def _gathered_bytes(model: ModelFacts, weights_bytes: int) -> int:
     ends = min(1.0, 2 * model.vocabulary * model.hidden_size / model.parameters)
     return math.ceil(weights_bytes * (ends + (1 - ends) * min(1.0, 2 / model.layers)))
@@ -154,14 +185,14 @@ def bits_per_weight(adapter: Adapter) -> float:
     return 4 + (8 / 64 + 32 / (64 * 256) if adapter.double_quant else 32 / 64)
 
 
-def _optimizer_bytes(spec: JobSpec, model: ModelFacts) -> int:
+def _optimizer_bytes(spec: JobSpec, model: ModelFacts, trained_parameters: int) -> int:
     """Adam's two moments, in fp32 or in 8 bits with an fp32 scale for each 256; Adafactor's rows and columns of the
     second moment, where the narrow side of an adapter's matrix is its rank."""
     match spec.hyper.optimizer:
         case "adamw":
-            return model.trained_parameters * 8
+            return trained_parameters * 8
         case "adafactor":
             narrow = spec.adapter.r if spec.adapter.is_low_rank else model.hidden_size
-            return math.ceil(model.trained_parameters * 4 / narrow)
+            return math.ceil(trained_parameters * 4 / narrow)
         case _:
-            return math.ceil(model.trained_parameters * 2 * (1 + 4 / 256))
+            return math.ceil(trained_parameters * 2 * (1 + 4 / 256))

@@ -14,7 +14,7 @@ from training.automatic import (
     make_save_total_limit,
     make_warmup_steps,
 )
-from training.devices import SHARDS_STATES, Layout, Offload, Strategy
+from training.devices import SHARDS_STATES, Layout, Offload, Schedule, Strategy, count_stages
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
@@ -38,6 +38,8 @@ GIB = 2**30
 DEFAULT_SEED = 0
 BUSY_TOKENS = {"cuda": 8192, "cpu": 448}
 """Where a device is busy with rows of usual models; more in one pass cost memory and gain little."""
+BUSY_PASSES = 4
+"""For each rank of a pipeline: where the time in which ranks wait for each other is small."""
 
 
 class Plan(Fact):
@@ -52,6 +54,8 @@ class Plan(Fact):
     "Ranks among which the rows of a batch are shared."
     tensor: int = 1
     pipeline: int = 1
+    schedule: Schedule | None = None
+    "None without a pipeline."
     expert: int = 1
     offload: Offload = "none"
     seed: int
@@ -120,7 +124,9 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     attention = _attention(spec, hardware, device, precision, model, why)
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
     _require_gatherable(layout, model)
-    if layout.ranks > 1 and spec.parallelism.strategy == "auto":
+    if layout.pipeline > 1:
+        _require_layers(layout, spec.parallelism.schedule, model, why)
+    if layout.data > 1 and spec.parallelism.strategy == "auto":
         why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
     return Plan(
         device=device,
@@ -129,6 +135,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         data=layout.data,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
+        schedule=layout.schedule,
         expert=layout.expert,
         offload=spec.parallelism.offload,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
@@ -163,7 +170,18 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
         lora_plus_ratio=spec.adapter.lora_plus_ratio,
-        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared),
+        memory=forecast_memory(
+            spec,
+            precision,
+            model,
+            data,
+            max_seq_len,
+            micro,
+            checkpointing,
+            offloading,
+            shared,
+            batch // (micro * layout.data),
+        ),
         compute=forecast_compute(
             spec,
             model,
@@ -189,6 +207,21 @@ def _require_gatherable(layout: Layout, model: ModelFacts) -> None:
         param = "parallelism.strategy"
         message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
         raise SpecError(message, param=param)
+
+
+def _require_layers(layout: Layout, asked: str, model: ModelFacts, why: dict[str, str]) -> None:
+    """Raises SpecError for a model that has not a layer for each stage of a pipeline."""
+    stages = count_stages(layout.pipeline, layout.schedule)
+    if model.layers < stages:
+        param = "parallelism.schedule" if model.layers >= layout.pipeline else "parallelism.pipeline"
+        message = f"{param}: the model has {model.layers} layers, and there would be {stages} stages"
+        less = 'take "1f1b"' if model.layers >= layout.pipeline else f"take {model.layers} ranks at most"
+        raise SpecError(f"{message}; {less}", param=param)
+    if asked == "auto":
+        why["schedule"] = (
+            f"once a step a rank waits for the others as long as {layout.pipeline - 1} passes take; interleaved is half "
+            "of that, for twice the messages"
+        )
 
 
 def make_max_seq_len(
@@ -309,7 +342,10 @@ def _fit(
 
     def forecast(micro: int, checkpointing: bool, offloading: bool) -> Memory:
         shared = _share_passes(spec, device, data, max_seq_len, micro, batch)
-        return forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared)
+        passes = batch // micro
+        return forecast_memory(
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, passes
+        )
 
     def fits(micro: int, checkpointing: bool, offloading: bool) -> bool:
         return forecast(micro, checkpointing, offloading).total_bytes < room_bytes
@@ -339,6 +375,10 @@ def _fit(
     longest, busy = min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device]
     divisors = [n for n in range(batch, 0, -1) if batch % n == 0]
     why["micro_batch_size"] = f"the largest share of the batch that fits, up to {busy} tokens a pass"
+    if spec.layout.pipeline > 1:
+        passes = min(batch, BUSY_PASSES * spec.layout.pipeline)
+        divisors = [n for n in divisors if batch // n >= passes]
+        why["micro_batch_size"] += f", and {BUSY_PASSES} passes for each rank of the pipeline (Huang et al. 2019)"
     for micro in divisors:
         if micro * longest <= busy and fits(micro, checkpointing, offloading):
             return micro, checkpointing, offloading
@@ -349,7 +389,8 @@ def _share_passes(
     spec: JobSpec, device: str, data: DataFacts, max_seq_len: int, micro: int, batch: int
 ) -> tuple[int, int] | None:
     """Where a pass takes as many rows of a step as fit by their tokens, and not a micro-batch: how many of both."""
-    if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter):
+    # A pipeline is kept busy by the number of passes, which is not to depend on how long the rows are.
+    if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter) or spec.layout.pipeline > 1:
         return None
     return batch, min(micro * min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device])
 
@@ -367,6 +408,9 @@ def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool |
     asked = spec.activation_offloading
     if spec.layout.strategy in SHARDS_STATES and asked == "auto":
         why["activation_offloading"] = f"not together with {spec.layout.strategy}, which moves tensors by itself"
+        return False
+    if spec.layout.pipeline > 1 and asked == "auto":
+        why["activation_offloading"] = "not together with a pipeline, where several passes are under way at once"
         return False
     if device == "cuda" or asked is False:
         return asked

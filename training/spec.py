@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from training.adapter import Adapter
-from training.devices import Layout, Parallelism, Resources, find_conflict, make_layout
+from training.devices import Layout, Parallelism, Resources, find_conflict, find_pipeline_conflict, make_layout
 from training.errors import SpecError
 from training.fields import Auto, Part, Steps, Switch, at, not_together, real, show, whole
 
@@ -239,6 +239,9 @@ class JobSpec(Part):
     def _fits_its_devices(self) -> Self:
         layout, offloading = self.layout, self.activation_offloading is True
         conflict = find_conflict(layout, self.adapter, self.hyper.optimizer, activation_offloading=offloading)
+        conflict = conflict or find_pipeline_conflict(
+            layout, self.adapter, self.method.type, activation_offloading=offloading
+        )
         if conflict is not None:
             raise conflict
         self._require_whole_cuts(layout.data)

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from training.plan import Plan
-from training.rank.group import Group, Ranks, find_timeout_s
+from training.rank.group import Ranks, find_timeout_s
 
 AXES = ("data", "pipeline", "tensor")
 """From the outermost: those that exchange most are neighbours, and so on one host."""
@@ -20,6 +20,6 @@ def make_mesh(plan: Plan) -> DeviceMesh:
     return mesh
 
 
-def find_data_group(mesh: DeviceMesh) -> Group:
+def find_data_group(mesh: DeviceMesh) -> Ranks:
     """The ranks that stand where this one does in every other copy of the model."""
     return Ranks(mesh["data"].get_group())

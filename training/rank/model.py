@@ -116,7 +116,7 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
         ModelError: the weights are not whole.
     """
     full = adapter.type == "full"
-    device = "cpu" if plan.strategy in SHARDS_WEIGHTS else plan.device
+    device = "cpu" if plan.strategy in SHARDS_WEIGHTS or plan.pipeline > 1 else plan.device
     dtype = torch.float32 if full else DTYPES[plan.precision]
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":
@@ -171,6 +171,11 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def get_base(model: nn.Module) -> nn.Module:
     """The transformers model inside, with or without adapters around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def find_device(model: nn.Module) -> torch.device:
+    """Where it computes. Of weights that other ranks have there may be shapes without memory."""
+    return next(weight.device for weight in model.parameters() if not weight.is_meta)
 
 
 @cache
