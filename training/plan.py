@@ -219,8 +219,8 @@ def _require_layers(layout: Layout, asked: str, model: ModelFacts, why: dict[str
         raise SpecError(f"{message}; {less}", param=param)
     if asked == "auto":
         why["schedule"] = (
-            f"once a step a rank waits for the others as long as {layout.pipeline - 1} passes take; interleaved is half "
-            "of that, for twice the messages"
+            f"in a step a rank waits for others as long as {layout.pipeline - 1} passes take; interleaved is half of "
+            "that, for twice the messages"
         )
 
 

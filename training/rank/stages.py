@@ -110,7 +110,7 @@ def find_homes(model: nn.Module, cuts: Sequence[Cut], ranks: int) -> dict[str, i
 
 
 def keep_own(model: nn.Module, cuts: Sequence[Cut], device: torch.device) -> None:
-    """Put the stages of a rank on its device, and leave of the others shapes without memory, which hand on what they are
+    """Put the stages of a rank on its device, and leave of others shapes without memory, which hand on what they are
     given. So the model can still be tried by itself, on embeddings that are not its own."""
     parts = find_parts(model)
     others = [set(cut.find_others(parts)) for cut in cuts]
