@@ -6,8 +6,10 @@ import copy
 import pytest
 import torch
 
-from tests.tiny import FAMILIES, make_model
+from tests.tiny import FAMILIES, make_model, make_plan
 from training.devices import count_stages, share_layers
+from training.errors import SpecError
+from training.rank.pipeline import try_whole
 from training.rank.stages import find_homes, find_parts, keep_own, make_cuts, run_trunk, try_cuts
 
 HALVES = make_cuts([1, 1])
@@ -35,9 +37,10 @@ def test_what_the_ranks_keep_gives_one_after_the_other_what_the_whole_model_give
     assert torch.equal(received, want)
 
 
-def test_a_family_that_does_something_to_its_embeddings_is_seen() -> None:
+def test_a_family_that_does_something_to_its_embeddings_is_refused_by_name() -> None:
     """GPT-2 adds those of the positions."""
-    assert try_cuts(make_model("gpt2"), HALVES) is None
+    with pytest.raises(SpecError, match="models of the kind gpt2 do more than hand hidden states from layer to layer"):
+        try_whole(make_model("gpt2"), make_plan(), HALVES)
 
 
 def test_a_model_that_counts_its_layers_is_seen() -> None:

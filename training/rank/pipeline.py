@@ -87,15 +87,15 @@ class Pipeline(DataParallel):
         mesh = make_mesh(plan)
         self._line = Ranks(mesh["pipeline"].get_group())
         cuts = make_cuts(share_layers(len(find_parts(model).layers), count_stages(plan.pipeline, plan.schedule)))
-        handed = _try_whole(model, plan, cuts)
+        handed = try_whole(model, plan, cuts)
         homes, self._names = find_homes(model, cuts, plan.pipeline), _find_first_names(model)
         self._trained_anywhere = {
             name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad
         }
+        if len({homes[name] for name in self._trained_anywhere}) < plan.pipeline:
+            raise _refuse("a rank would have nothing to train; take adapters in all layers, or fewer ranks")
         own = cuts[self._line.rank :: plan.pipeline]
         keep_own(model, own, torch.device(plan.device))
-        if not any(weight.requires_grad for weight in model.parameters()):
-            raise _refuse("a rank would have nothing to train; take adapters in all layers, or fewer ranks")
         super().__init__(model, plan, group, find_data_group(mesh))
         parts = find_parts(model)
         self._stages = [Stage(cut, parts, self, handed) for cut in own]
@@ -246,7 +246,7 @@ def _same_loss(loss: Tensor, number: Tensor) -> Tensor:  # noqa: ARG001 - a stag
     return loss
 
 
-def _try_whole(model: nn.Module, plan: Plan, cuts: Sequence[Cut]) -> Tensor:
+def try_whole(model: nn.Module, plan: Plan, cuts: Sequence[Cut]) -> Tensor:
     """Before anything is taken away; what stages hand on. Raises SpecError for a model that cannot be cut."""
     base = get_base(model)
     with torch.autocast("cpu", DTYPES[plan.precision], enabled=plan.precision != "fp32"):

@@ -11,25 +11,26 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.tiny import make_config, make_tokenizer
 from tests.training.many.ranks import Case, assert_same_training, train_on_ranks
+from tests.training.many.test_ends import start
 from tests.training.tiny_runs import (
     events_of,
+    last_event,
     make_job,
     read_json,
     train_here,
     weights_of,
 )
-from training.rundir import EXIT_FINISHED
+from training.rundir import EXIT_FAILED, EXIT_FINISHED
 
 # The first test of a launch waits for all runs of it.
 pytestmark = pytest.mark.timeout(600)
 
-HYPER = {"n_epochs": "auto", "max_steps": 12, "eval_steps": 4, "save_steps": 6}
+HYPER = {"n_epochs": "auto", "max_steps": 8, "eval_steps": 4, "save_steps": 4}
 FULL = {"adapter": {"type": "full"}}
 JOBS: dict[str, dict[str, Any]] = {
     "full": {**FULL},
     "full, tied": {**FULL, "tied": True},
     "full, two rows a pass": {**FULL, "hyper": {"micro_batch_size": 2, "weight_decay": 0.1}},
-    "full, checkpointed": {**FULL, "gradient_checkpointing": True},
     "full, experts": {**FULL, "family": "mixtral"},
     "full, Adafactor": {**FULL, "hyper": {"optimizer": "adafactor"}},
     "full, four layers": {**FULL, "layers": 4, "tied": True},
@@ -120,7 +121,7 @@ def test_a_pipeline_computes_what_one_process_computes(data: int, schedule: str,
     assert (plan["ranks"], plan["data"], plan["pipeline"], plan["schedule"]) == (2 * data, data, 2, schedule)
     assert_same_training(many, one)
     result = "model" if (one / "model").exists() else "adapter"
-    for step in ("step-00000006", "step-00000012"):
+    for step in ("step-00000004", "step-00000008"):
         assert weights_of(many / "checkpoints" / step / result).keys() == weights_of(one / result).keys()
 
 
@@ -147,3 +148,13 @@ def test_work_is_that_of_all_ranks(runs: Runs) -> None:
         for path in (runs.many(1, "1f1b", "full"), runs.one("full"))
     )
     assert got == want
+
+
+def test_adapters_that_leave_a_rank_nothing_to_train_are_refused_by_all_ranks(tmp_path: Path) -> None:
+    body = make_job(tmp_path, adapter={"target_modules": {"regex": ".*layers.0.*q_proj"}})
+    process = start(tmp_path, in_pipeline(body))
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == EXIT_FAILED
+    assert said.startswith("error: parallelism.pipeline: a rank would have nothing to train; ")
+    assert said.count("\n") == 1
+    assert last_event(tmp_path / "run").data["code"] == "invalid_value"
