@@ -153,7 +153,7 @@ def find_conflict(
 
 
 def find_pipeline_conflict(
-    layout: Layout, adapter: Adapter, method: str, *, activation_offloading: bool
+    layout: Layout, adapter: Adapter, method: str, attention: str, *, activation_offloading: bool
 ) -> PydanticCustomError | None:
     """What cannot run in a pipeline, with what can."""
     if layout.pipeline == 1:
@@ -163,6 +163,8 @@ def find_pipeline_conflict(
     if layout.tensor > 1 or layout.expert > 1:
         other = "tensor" if layout.tensor > 1 else "expert"
         return at("parallelism.pipeline", f"does not go with {other}; leave one of the two at 1")
+    if attention == "flash":  # the whole model is tried on the host, before a rank takes its part
+        return at("attention", '"flash" does not go with a pipeline; take "sdpa"')
     if method in ("dpo", "kto"):
         why = f'{method} compares each row with a reference in the same pass; "ddp" and "fsdp" train it'
         return at("parallelism.pipeline", f"{why}, with pipeline 1")

@@ -240,7 +240,7 @@ class JobSpec(Part):
         layout, offloading = self.layout, self.activation_offloading is True
         conflict = find_conflict(layout, self.adapter, self.hyper.optimizer, activation_offloading=offloading)
         conflict = conflict or find_pipeline_conflict(
-            layout, self.adapter, self.method.type, activation_offloading=offloading
+            layout, self.adapter, self.method.type, self.attention, activation_offloading=offloading
         )
         if conflict is not None:
             raise conflict

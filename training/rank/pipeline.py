@@ -120,7 +120,7 @@ class Pipeline(DataParallel):
 
     def gather_weights(self) -> dict[str, Tensor]:
         adapted = get_base(self.model) is not self.model
-        names = [name for name in self._names if not adapted or name in self._trained_anywhere]
+        names = dict.fromkeys(name for name in self._names if not adapted or name in self._trained_anywhere)
         own = {
             name: weight.detach()
             for name, weight in self.model.state_dict(keep_vars=True).items()

@@ -153,7 +153,7 @@ def test_work_is_that_of_all_ranks(runs: Runs) -> None:
 def test_adapters_that_leave_a_rank_nothing_to_train_are_refused_by_all_ranks(tmp_path: Path) -> None:
     body = make_job(tmp_path, adapter={"target_modules": {"regex": ".*layers.0.*q_proj"}})
     process = start(tmp_path, in_pipeline(body))
-    _, said = process.communicate(timeout=100)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == EXIT_FAILED
     assert said.startswith("error: parallelism.pipeline: a rank would have nothing to train; ")
     assert said.count("\n") == 1
