@@ -198,3 +198,27 @@ def test_model_states_of_a_rank_are_16_bytes_a_parameter_or_their_share(strategy
     states = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     assert states == pytest.approx(numbers * SMOL.parameters, abs=3)
     assert plan.activation_offloading is False
+
+
+def test_context_is_not_for_preferences_and_prefixes() -> None:
+    parallelism = {"context": 2}
+    for more in ({"method": {"type": "dpo"}}, {"method": {"type": "kto"}}, {"adapter": {"type": "prompt"}}):
+        assert refuse(parallelism=parallelism, **more).param == "parallelism.context"
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "said"),
+    [
+        ({"attention_heads": 9}, {}, "parallelism.context: 2 does not divide the heads of llama; 3, 9 divide its 9"),
+        ({"attends_to_all": False}, {}, "parallelism.context: attention of llama cannot be computed by heads"),
+        ({"attention_heads": 8}, {"attention": "eager"}, 'parallelism.context: attention "eager" cannot be computed'),
+    ],
+)
+def test_a_model_that_cannot_be_cut_into_pieces_of_rows_is_refused(
+    model: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    facts = SMOL.model_copy(update=model)
+    with pytest.raises(SpecError) as refused:
+        plan_for(model=facts, parallelism={"context": 2}, resources={"gpus": 0}, **asked)
+    assert refused.value.message.startswith(said)
+    assert refused.value.param == "parallelism.context"

@@ -83,9 +83,16 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         context_tokens=context_tokens(config),
         attention_heads=text.num_attention_heads,
         has_fused_attention=model._supports_sdpa,
+        attends_to_all=_attends_to_all(text),
         stacked_parameters=_count_stacked(model, adapter),
         matmuls=count_matmuls(model, adapter, forward_names(type(model))),
     )
+
+
+def _attends_to_all(text: Any) -> bool:
+    kinds = getattr(text, "layer_types", None)
+    windows = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping")
+    return set(kinds) == {"full_attention"} if kinds else not any(getattr(text, name, None) for name in windows)
 
 
 def _computed_width(text: Any) -> int:

@@ -21,8 +21,8 @@ LOSS, NORM, WEIGHTS = 1e-6, 5e-6, 2e-4
 seen as 1e-1."""
 
 
-def on_ranks(body: dict[str, Any], ranks: int, strategy: str) -> dict[str, Any]:
-    return {**body, "parallelism": {"strategy": strategy, "data": ranks}}
+def on_ranks(body: dict[str, Any], ranks: int, strategy: str, **more: int) -> dict[str, Any]:
+    return {**body, "parallelism": {"strategy": strategy, "data": ranks, **more}}
 
 
 @dataclass(frozen=True)
