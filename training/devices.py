@@ -57,6 +57,8 @@ class Parallelism(Part):
     "Of a pipeline: the order in which its ranks make the passes of a step; auto is 1f1b."
     expert: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the experts of a layer are split."
+    context: Annotated[int, whole(1, 1024)] = 1
+    "Ranks among which the tokens of each pass are split, for rows that do not fit one device."
     offload: Offload = "none"
     "What is kept in the host's memory."
 
@@ -79,35 +81,42 @@ class Parallelism(Part):
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a run, all named: there are data x tensor x pipeline of them."""
+    """The ranks of a run, all named: there are data x context x tensor x pipeline of them."""
 
     strategy: Strategy
     data: int
     tensor: int
     pipeline: int
     expert: int
+    context: int = 1
     schedule: Schedule | None = None
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.copies * self.tensor * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same weights, whole or in parts, and whose gradients are summed."""
+        return self.data * self.context
 
 
 def make_layout(asked: Parallelism, resources: Resources) -> Layout:
     """Decided by the spec alone, before a host is known. Raises as a validator does, for sizes that do not go together
     with `resources.gpus`."""
-    of_model = asked.tensor * asked.pipeline
+    of_model = asked.context * asked.tensor * asked.pipeline
     gpus = None if resources.gpus in ("auto", 0) else int(resources.gpus)
     data = (gpus or of_model) // of_model if asked.data == "auto" else asked.data
     if gpus is not None and data * of_model != gpus:
         sizes = f"data {max(1, data)} x tensor {asked.tensor} x pipeline {asked.pipeline}"
+        sizes += f" x context {asked.context}" if asked.context > 1 else ""
         message = f"{sizes} takes {max(1, data) * of_model} GPUs, and resources.gpus is {gpus}; make them equal"
         raise at("parallelism.data", f'{message}, or leave data out ("auto")')
     strategy = asked.strategy
     if strategy == "auto":
-        strategy = "ddp" if data > 1 else "none"
+        strategy = "ddp" if data * asked.context > 1 else "none"
     schedule: Schedule | None = None if asked.pipeline == 1 else "1f1b" if asked.schedule == "auto" else asked.schedule
-    return Layout(strategy, data, asked.tensor, asked.pipeline, asked.expert, schedule)
+    return Layout(strategy, data, asked.tensor, asked.pipeline, asked.expert, asked.context, schedule)
 
 
 def count_stages(pipeline: int, schedule: Schedule | None) -> int:
@@ -125,11 +134,14 @@ def find_conflict(
 ) -> PydanticCustomError | None:
     """What cannot run in this layout, with what can."""
     strategy = layout.strategy
-    if strategy == "none" and layout.data > 1:
-        return at("parallelism.strategy", f'"none" is for one device, and there are {layout.data}; set "auto" or "ddp"')
-    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.data == 1:
+    if strategy == "none" and layout.copies > 1:
+        message = f'"none" is for one device, and there are {layout.copies}; set "auto" or "ddp"'
+        return at("parallelism.strategy", message)
+    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.copies == 1:
         how = "set resources.gpus to 2 or more, on the CPU parallelism.data, or leave the strategy out"
         return at("parallelism.strategy", f'"{strategy}" needs several devices; {how}')
+    if layout.context > 1 and adapter.virtual_tokens:
+        return at("parallelism.context", f"a {adapter.type} stands before whole rows only; leave context at 1")
     if strategy not in SHARDS_STATES:
         return None
     if adapter.type == "qlora":
@@ -160,9 +172,9 @@ def find_pipeline_conflict(
         return None
     if layout.strategy in SHARDS_STATES:
         return at("parallelism.strategy", f'"{layout.strategy}" does not go with a pipeline; "ddp" does')
-    if layout.tensor > 1 or layout.expert > 1:
-        other = "tensor" if layout.tensor > 1 else "expert"
-        return at("parallelism.pipeline", f"does not go with {other}; leave one of the two at 1")
+    for other in ("tensor", "expert", "context"):
+        if getattr(layout, other) > 1:
+            return at("parallelism.pipeline", f"does not go with {other}; leave one of the two at 1")
     if attention == "flash":  # the whole model is tried on the host, before a rank takes its part
         return at("attention", '"flash" does not go with a pipeline; take "sdpa"')
     if method in ("dpo", "kto"):

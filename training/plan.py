@@ -48,7 +48,7 @@ class Plan(Fact):
     plan_version: Literal[1] = 1
     device: Literal["cuda", "cpu"]
     ranks: int
-    "Processes, each with a device: data x tensor x pipeline."
+    "Processes, each with a device: data x context x tensor x pipeline."
     strategy: Strategy = "none"
     data: int = 1
     "Ranks among which the rows of a batch are shared."
@@ -57,6 +57,8 @@ class Plan(Fact):
     schedule: Schedule | None = None
     "None without a pipeline."
     expert: int = 1
+    context: int = 1
+    "Ranks among which the tokens of a pass are split."
     offload: Offload = "none"
     seed: int
     steps: int
@@ -124,9 +126,10 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     attention = _attention(spec, hardware, device, precision, model, why)
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
     _require_gatherable(layout, model)
+    _require_cuttable(layout, model, attention)
     if layout.pipeline > 1:
         _require_layers(layout, spec.parallelism.schedule, model, why)
-    if layout.data > 1 and spec.parallelism.strategy == "auto":
+    if layout.copies > 1 and spec.parallelism.strategy == "auto":
         why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
     return Plan(
         device=device,
@@ -137,6 +140,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         pipeline=layout.pipeline,
         schedule=layout.schedule,
         expert=layout.expert,
+        context=layout.context,
         offload=spec.parallelism.offload,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
         steps=steps,
@@ -221,6 +225,23 @@ def _require_layers(layout: Layout, asked: str, model: ModelFacts, why: dict[str
         why["schedule"] = (
             f"in a step a rank waits for others as long as {layout.pipeline - 1} passes take; interleaved is half of "
             "that, for twice the messages"
+        )
+
+
+def _require_cuttable(layout: Layout, model: ModelFacts, attention: Attention) -> None:
+    """Raises SpecError for a model whose rows cannot be computed in pieces."""
+    if layout.context == 1:
+        return
+    param, others = "parallelism.context", "leave it at 1, and take fsdp or zero3 where memory is short"
+    if attention != "sdpa" or not model.attends_to_all:
+        what = f"attention of {model.family}" if attention == "sdpa" else f'attention "{attention}"'
+        raise SpecError(f"{param}: {what} cannot be computed by heads that ranks exchange; {others}", param=param)
+    if model.attention_heads % layout.context:
+        heads = model.attention_heads
+        sizes = [size for size in range(2, heads + 1) if heads % size == 0]
+        fitting = f"{', '.join(map(str, sizes))} divide its {heads} heads"
+        raise SpecError(
+            f"{param}: {layout.context} does not divide the heads of {model.family}; {fitting}", param=param
         )
 
 
@@ -372,7 +393,7 @@ def _fit(
     if not may_share_a_pass(spec.adapter):
         why["micro_batch_size"] = "8-bit layers, prefixes and prompts take one row a pass"
         return 1, checkpointing, offloading
-    longest, busy = min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device]
+    longest, busy = min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device] * spec.layout.context
     divisors = [n for n in range(batch, 0, -1) if batch % n == 0]
     why["micro_batch_size"] = f"the largest share of the batch that fits, up to {busy} tokens a pass"
     if spec.layout.pipeline > 1:
@@ -392,7 +413,8 @@ def _share_passes(
     # A pipeline is kept busy by the number of passes, which is not to depend on how long the rows are.
     if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter) or spec.layout.pipeline > 1:
         return None
-    return batch, min(micro * min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device])
+    busy = BUSY_TOKENS[device] * spec.layout.context
+    return batch, min(micro * min(data.longest_tokens, max_seq_len), busy)
 
 
 def _asked_checkpointing(spec: JobSpec) -> bool | Auto:

@@ -242,6 +242,8 @@ class JobSpec(Part):
         conflict = conflict or find_pipeline_conflict(
             layout, self.adapter, self.method.type, self.attention, activation_offloading=offloading
         )
+        if conflict is None and layout.context > 1 and self.has_reference:
+            conflict = at("parallelism.context", f"{self.method.type} needs whole rows on a rank; leave it at 1")
         if conflict is not None:
             raise conflict
         self._require_whole_cuts(layout.data)

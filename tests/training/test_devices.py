@@ -198,6 +198,30 @@ def test_model_states_of_a_rank_are_16_bytes_a_parameter_or_their_share(strategy
     assert plan.activation_offloading is False
 
 
+def test_context_is_not_for_preferences_and_prefixes() -> None:
+    parallelism = {"context": 2}
+    for more in ({"method": {"type": "dpo"}}, {"method": {"type": "kto"}}, {"adapter": {"type": "prompt"}}):
+        assert refuse(parallelism=parallelism, **more).param == "parallelism.context"
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "said"),
+    [
+        ({"attention_heads": 9}, {}, "parallelism.context: 2 does not divide the heads of llama; 3, 9 divide its 9"),
+        ({"attends_to_all": False}, {}, "parallelism.context: attention of llama cannot be computed by heads"),
+        ({"attention_heads": 8}, {"attention": "eager"}, 'parallelism.context: attention "eager" cannot be computed'),
+    ],
+)
+def test_a_model_that_cannot_be_cut_into_pieces_of_rows_is_refused(
+    model: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    facts = SMOL.model_copy(update=model)
+    with pytest.raises(SpecError) as refused:
+        plan_for(model=facts, parallelism={"context": 2}, resources={"gpus": 0}, **asked)
+    assert refused.value.message.startswith(said)
+    assert refused.value.param == "parallelism.context"
+
+
 PIPELINE = {"resources": {"gpus": 4}, "parallelism": {"pipeline": 2}}
 
 
@@ -232,6 +256,7 @@ def test_ranks_of_a_pipeline_are_those_of_its_copies(gpus: int, asked: dict[str,
         ({"activation_offloading": True}, "activation_offloading", "leave it out"),
         ({"attention": "flash"}, "attention", 'take "sdpa"'),
         ({"parallelism": {"pipeline": 2, "strategy": "fsdp"}}, "parallelism.strategy", '"ddp" does'),
+        ({"parallelism": {"pipeline": 2, "context": 2}}, "parallelism.pipeline", "does not go with context"),
         ({"parallelism": {"pipeline": 3}}, "parallelism.data", "takes 3 GPUs, and resources.gpus is 4"),
         ({"parallelism": {"schedule": "interleaved"}}, "parallelism.schedule", "set pipeline to 2 or more"),
         ({"parallelism": {"pipeline": 2, "schedule": "gpipe"}}, "parallelism.schedule", '"1f1b"'),

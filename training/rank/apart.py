@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from training.rank.data import Trained, sequences_of
-from training.rank.loss import NO_LABEL, compute_logits, count_trained, make_batch
+from training.rank.loss import NO_LABEL, begin_of, compute_logits, count_trained, cut_batch, make_batch
 from training.rank.model import forward_names, get_base
 from training.rank.passes import PassLimit, make_passes
 from training.rank.sieve import Example
@@ -47,6 +47,24 @@ def keeps_rows_apart(model: nn.Module, device: torch.device, passes: Sequence[Se
         )
     finally:
         model.train(training)
+
+
+@torch.no_grad()
+def can_be_cut(model: nn.Module, device: torch.device, ranks: int) -> bool:
+    """Whether this rank's piece of a pass that ranks share comes out as it does within the whole."""
+    training = model.training
+    model.eval()
+    try:
+        whole = make_batch([_probe(3, 4 * ranks + 1), _probe(19, 3 * ranks + 2)], device)
+        piece = cut_batch(model, whole)
+        own = torch.isin(whole.kept, piece.kept + begin_of(piece))
+        alone = compute_logits(model, whole)[own]
+        cut = compute_logits(model, piece)
+    except Exception:  # its attention does not take it, each family in its own way
+        return False
+    finally:
+        model.train(training)
+    return not len(cut) or _is_same(cut, alone)
 
 
 def _keeps_pair_apart(model: nn.Module, device: torch.device) -> bool:
@@ -97,6 +115,6 @@ def _last_places(row: Example) -> Example:
     return Example(row.line, row.input_ids, labels)
 
 
-def _probe(start: int) -> Example:
-    ids = list(range(start, start + 8))
+def _probe(start: int, length: int = 8) -> Example:
+    ids = list(range(start, start + length))
     return Example(line=0, input_ids=ids, labels=ids)

@@ -83,9 +83,16 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         context_tokens=context_tokens(config),
         attention_heads=text.num_attention_heads,
         has_fused_attention=model._supports_sdpa,
+        attends_to_all=_attends_to_all(text),
         stacked_parameters=_count_stacked(model, adapter),
         matmuls=count_matmuls(model, adapter, forward_names(type(model))),
     )
+
+
+def _attends_to_all(text: Any) -> bool:
+    kinds = getattr(text, "layer_types", None)
+    windows = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping")
+    return set(kinds) == {"full_attention"} if kinds else not any(getattr(text, name, None) for name in windows)
 
 
 def _computed_width(text: Any) -> int:
@@ -117,7 +124,7 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
     """
     full = adapter.type == "full"
     device = "cpu" if plan.strategy in SHARDS_WEIGHTS or plan.pipeline > 1 else plan.device
-    dtype = torch.float32 if full else DTYPES[plan.precision]
+    dtype = DTYPES["fp32" if full else plan.precision]
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":
         extra = {"quantization_config": make_quantization(adapter, dtype), "device_map": {"": device}}

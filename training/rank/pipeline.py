@@ -16,7 +16,7 @@ from training.devices import count_stages, share_layers
 from training.errors import SpecError
 from training.plan import Plan
 from training.rank.data import sequences_of
-from training.rank.data_parallel import DataParallel, put_each
+from training.rank.data_parallel import DataParallel, put_each, put_in_file
 from training.rank.group import Group, Ranks
 from training.rank.head import find_head
 from training.rank.loss import make_batch
@@ -229,7 +229,7 @@ class Pipeline(DataParallel):
         def fill(like: Tensor) -> Tensor:
             whole = torch.empty(like.shape, dtype=like.dtype)
             dist.recv(whole, group=self._line.members, group_src=source)
-            return whole
+            return put_in_file(whole, self.scratch)
 
         value: dict[str, Any] = tree_map_only(Tensor, fill, told[0])
         return value
