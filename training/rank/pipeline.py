@@ -82,6 +82,7 @@ class Pipeline(DataParallel):
     the embeddings is a copy of them on the last rank: both see the sum of their gradients, and take the same steps."""
 
     steps_by_engine = True
+    "What a rank has of the model gives no loss by itself."
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
         mesh = make_mesh(plan)
