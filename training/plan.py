@@ -53,6 +53,8 @@ class Plan(Fact):
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    nodes: int = 1
+    "Hosts, among which the ranks are shared evenly."
     offload: Offload = "none"
     seed: int
     steps: int
@@ -130,6 +132,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         expert=layout.expert,
+        nodes=layout.nodes,
         offload=spec.parallelism.offload,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
         steps=steps,
@@ -218,11 +221,12 @@ def may_share_a_pass(adapter: Adapter) -> bool:
 
 def choose_device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
     """Raises SpecError where the host has not what was asked for."""
-    asked, param = spec.resources.gpus, "resources.gpus"
+    asked, param, nodes = spec.resources.gpus, "resources.gpus", spec.layout.nodes
     if asked == 0:
         return "cpu"
-    if asked != "auto" and asked > len(hardware.gpus):
-        message = f"{param}: {asked} asked, this host has {len(hardware.gpus)}"
+    if asked != "auto" and asked // nodes > len(hardware.gpus):
+        share = f" on {nodes} nodes, {asked // nodes} on each" if nodes > 1 else ""
+        message = f"{param}: {asked} asked{share}, this host has {len(hardware.gpus)}"
         raise SpecError(message, param=param, code="no_such_device")
     ranks = spec.layout.ranks
     if asked == "auto" and hardware.gpus and ranks > 1:
@@ -303,7 +307,7 @@ def _fit(
     without it, since it costs about a third more time (Chen et al. 2016); offloading only where that is not enough."""
     asked = spec.hyper
     # A host's memory is shared with everything else on it, and its allocator keeps some of what was freed.
-    host_bytes = 0.6 * hardware.memory_bytes / spec.layout.ranks
+    host_bytes = 0.6 * hardware.memory_bytes / spec.layout.local_ranks
     room_bytes = 0.85 * hardware.gpus[0].memory_bytes if device == "cuda" else host_bytes
     batch //= spec.layout.data  # what comes to each rank
 
