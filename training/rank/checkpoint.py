@@ -85,7 +85,7 @@ class Checkpoints:
 
     def bring(self, checkpoint: Path, group: Group) -> Path:
         """Where this rank can read it. All ranks call it."""
-        return bring(checkpoint, group, self.run_dir.received) or checkpoint
+        return bring(checkpoint, group, self.run_dir.received)
 
     def save(self, parallel: Parallel, progress: Progress) -> dict[str, Any]:
         """Write a checkpoint of the step that is done, on rank 0; its manifest."""

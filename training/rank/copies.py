@@ -20,7 +20,7 @@ def find_place() -> tuple[int, int]:
     return int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
-def bring(folder: Path | None, group: Group, received: Path) -> Path | None:
+def bring(folder: Path, group: Group, received: Path) -> Path:
     """Where this rank can read a folder of node 0: on the others a copy in `received`, in the place of any earlier one.
     All ranks of the run call it.
 
@@ -28,7 +28,7 @@ def bring(folder: Path | None, group: Group, received: Path) -> Path | None:
         StorageError: a copy is not what was sent.
     """
     node, nodes = find_place()
-    if folder is None or nodes == 1:
+    if nodes == 1:
         return folder
     files = group.first(lambda: list(_list_files(folder)))
     leaders = range(group.ranks // nodes, group.ranks, group.ranks // nodes)

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,10 @@ class Nodes:
             time.sleep(LOOK_S)
         return endings, sorted(waiting)
 
-    def tell(self, verdict: Verdict) -> None:
+    def tell(self, verdict: Verdict, nodes: Sequence[int]) -> None:
         """On node 0, which hosts the store: to be heard before it goes."""
         self._store.set("verdict", json.dumps([verdict.code, verdict.message]))
-        self._wait_for([f"heard/{node}" for node in self.watched], QUICK_S)
+        self._wait_for([f"heard/{node}" for node in nodes], QUICK_S)
 
     def hear(self, own: Ending) -> Verdict | None:
         """On the others, where no rank is left; None where node 0 is lost."""

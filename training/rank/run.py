@@ -107,7 +107,7 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
         _require_gpu()
     group = Alone() if plan_only else join_group(spec.layout.ranks, device)
     found = None if plan_only else group.first(lambda: _find_checkpoint(this))
-    found = bring(found, group, this.run_dir.received)
+    found = found and bring(found, group, this.run_dir.received)
     resumed_from = step_of(found) if found else None
     start = {"pid": os.getpid(), "pids": group.gather(os.getpid()), "device": device, "resumed_from": resumed_from}
     this.events.append("started", resumed_from or 0, start)

@@ -199,7 +199,7 @@ def _conclude(launch: Launch, nodes: Nodes, own: Ending, spec: JobSpec) -> int:
         step, data = explain_endings(endings, lost, local_ranks, nodes.count)
         launch.tell_failure(step, data)
         code, message = EXIT_FAILED, data["message"]
-    nodes.tell(Verdict(code, message))
+    nodes.tell(Verdict(code, message), [node for node in nodes.watched if node not in lost])
     return code
 
 
@@ -226,4 +226,7 @@ if __name__ == "__main__":
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads that hear of other nodes would be torn down at work, which is taken for a crash.
+    os._exit(code)
