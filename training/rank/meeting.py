@@ -51,8 +51,9 @@ def meet(node: Node, nodes: int, spec: dict[str, Any], attempt: int, refusal: Bu
         else:
             begin = _wait_for_begin(store, deadline)
             store.set(f"left/{node.rank}", "")
-        if node.rank == 0 and begin["refusal"]:  # which the others are to hear before the store goes
-            _wait(store, [f"left/{other}" for other in range(1, nodes)], time.monotonic() + QUICK_S)
+        if node.rank == 0 and begin["refusal"]:  # which those who came are to hear before the store goes
+            here = [other for other in range(1, nodes) if store.check([f"here/{other}"])]
+            _wait(store, [f"left/{other}" for other in here], time.monotonic() + QUICK_S)
     except RuntimeError:  # of a store that is gone
         raise RankDiedError("node 0 is gone before the run began; its log.txt says why", code="node_lost") from None
     if begin["refusal"]:

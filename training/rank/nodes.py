@@ -54,7 +54,7 @@ class Nodes:
         self._heard = dict.fromkeys(self.watched, time.monotonic())
         self._beats: dict[int, bytes] = {}
         self._alarm: str | None = None
-        self._over = threading.Event()
+        self._over, self._closed = threading.Event(), threading.Event()
 
     def watch(self, give_up: Callable[[], int]) -> None:
         """From now on, on threads of their own. Where an ending takes far too long the process is left with the exit
@@ -82,6 +82,7 @@ class Nodes:
         """On node 0, which hosts the store: to be heard before it goes."""
         self._store.set("verdict", json.dumps([verdict.code, verdict.message]))
         self._wait_for([f"heard/{node}" for node in nodes], QUICK_S)
+        self._closed.set()
 
     def hear(self, own: Ending) -> Verdict | None:
         """On the others, where no rank is left; None where node 0 is lost."""
@@ -95,6 +96,8 @@ class Nodes:
             self._store.set(f"heard/{self.node.rank}", "")
         except RuntimeError:  # of a store that is gone
             return None
+        finally:
+            self._closed.set()
         return verdict
 
     def _wait_for(self, keys: list[str], limit_s: float) -> bool:
@@ -129,7 +132,8 @@ class Nodes:
                     self._heard[0] = time.monotonic()
                     if store.check(["alarm"]):
                         self._alarm = store.get("alarm").decode()
-                time.sleep(BEAT_S)
+                if self._closed.wait(BEAT_S):
+                    return
         except (RuntimeError, BurnishError):
             self._heard[0] = -float("inf")
 
@@ -150,8 +154,8 @@ class Nodes:
                     self._alarm = f"nothing is heard of node {node}"
         if not self._over.wait(GRACE_S):
             end_ranks(self._alarm or "")
-        time.sleep(GRACE_S + 3 * LAST_S)
-        os._exit(give_up())
+        if not self._closed.wait(GRACE_S + 3 * LAST_S):
+            os._exit(give_up())
 
 
 def end_ranks(why: str) -> None:

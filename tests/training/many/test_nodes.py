@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ import psutil
 import pytest
 import torch
 
-from tests.tiny import write_rows
 from tests.training.many.ranks import (
     ENVIRONMENT,
     WEIGHTS,
@@ -33,7 +31,6 @@ from tests.training.many.ranks import (
 from tests.training.many.test_ends import LONG, lives, pids_of, wait_for_step
 from tests.training.many.test_written import make_spoilt, make_worsening
 from tests.training.tiny_runs import curve_of, events_of, last_event, make_job, read_json, same_weights, train_here
-from training.launch import make_environment
 from training.rundir import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -42,7 +39,6 @@ from training.rundir import (
     SILENCE_SETTING,
     TIMEOUT_SETTING,
     RunDir,
-    step_of,
 )
 
 # The first test of a launch waits for all runs of it.
@@ -270,11 +266,69 @@ def test_where_node_0_dies_the_others_end_and_say_so(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_on_node_1_is_found_out_and_each_log_says_where_its_ranks_stood(tmp_path: Path) -> None:
     body = on_nodes(make_job(tmp_path, rows=9, hyper=LONG), 2, 4, "fsdp")
-    with start(tmp_path, body, **{TIMEOUT_SETTING: "10"}) as started:
+    with start(tmp_path, body, **{TIMEOUT_SETTING: "15"}) as started:
         wait_for_step(started.processes[0], 3)
         os.kill(pids_of(started.path)[3], signal.SIGSTOP)
         message = "error: rank 3 (node 1) did not answer the others in time; log.txt says where each rank stood\n"
         assert started.wait() == [(EXIT_FAILED, message)] * 2
+        for node in range(2):
+            assert "most recent call first" in started.log(node)
+        assert not any(lives(pid) for pid in pids_of(started.path))
+
+
+def test_a_node_that_nobody_starts_is_not_waited_for_without_an_end(tmp_path: Path) -> None:
+    body, places = on_nodes(make_job(tmp_path, rows=9), 2, 2, "ddp"), [f"127.0.0.1:{find_port()}" for _ in range(2)]
+    limit = {MEETING_SETTING: "4"}
+    with start(tmp_path, body, nodes=[0], place=places[0], **limit) as first:
+        with start(tmp_path, body, nodes=[1], place=places[1], **limit) as second:
+            ((code, said),) = second.wait()
+            assert code == EXIT_FAILED
+            assert said.startswith(f"error: --rendezvous: node 0 does not answer at {places[1]} (Connection refused); ")
+        how = f"start it with --node-rank 1 --rendezvous {places[0]}"
+        assert first.wait() == [(EXIT_FAILED, f"error: node 1 did not come in time; {how}\n")]
+        (failed,) = events_of(first.path)
+        assert (failed.type, failed.data["code"], failed.data["retryable"]) == ("failed", "node_missing", True)
+
+
+@pytest.fixture
+def two_networks() -> Iterator[list[str]]:
+    """The names of two network namespaces, 10.213.7.1 and 10.213.7.2, joined by a cable."""
+    names = [f"burnish-{os.getpid()}-{node}" for node in range(2)]
+    steps = [
+        *(["netns", "add", name] for name in names),
+        ["link", "add", "wire0", "netns", names[0], "type", "veth", "peer", "name", "wire1", "netns", names[1]],
+        *(
+            ["-n", name, "addr", "add", f"10.213.7.{node + 1}/24", "dev", f"wire{node}"]
+            for node, name in enumerate(names)
+        ),
+        *(["-n", name, "link", "set", f"wire{node}", "up"] for node, name in enumerate(names)),
+        *(["-n", name, "link", "set", "lo", "up"] for name in names),
+    ]
+    try:
+        for step in steps:
+            try:
+                subprocess.run(["ip", *step], check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError):
+                pytest.skip("this system makes no network namespaces")
+        yield names
+    finally:
+        for name in names if shutil.which("ip") else ():
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def test_hosts_that_are_cut_off_from_each_other_both_end(tmp_path: Path, two_networks: list[str]) -> None:
+    """As where one loses its power: no connection is closed. They found each other through their own interfaces."""
+    body = on_nodes(make_job(tmp_path, rows=9, hyper=LONG), 2, 2, "ddp")
+    before = [["ip", "netns", "exec", name] for name in two_networks]
+    with start(tmp_path, body, place="10.213.7.1:29500", before=before, **{SILENCE_SETTING: "5"}) as started:
+        wait_for_step(started.processes[0], 3)
+        cut = time.monotonic()
+        subprocess.run(["ip", "-n", two_networks[1], "link", "set", "wire1", "down"], check=True)
+        ended = started.wait()
+        assert time.monotonic() - cut < 90
+        messages = [f"error: node {other} (rank {other}) is lost: nothing more is heard of it\n" for other in (1, 0)]
+        assert ended == [(EXIT_FAILED, message) for message in messages]
+        assert last_event(started.path).data["code"] == "node_lost"
         for node in range(2):
             assert "most recent call first" in started.log(node)
         assert not any(lives(pid) for pid in pids_of(started.path))
