@@ -57,7 +57,7 @@ def meet(node: Node, nodes: int, spec: dict[str, Any], attempt: int, refusal: Bu
     except RuntimeError:  # of a store that is gone
         raise RankDiedError("node 0 is gone before the run began; its log.txt says why", code="node_lost") from None
     if begin["refusal"]:
-        raise _as_error(begin["refusal"])
+        raise as_error(begin["refusal"])
     silence_s = float(os.environ.get(SILENCE_SETTING, SILENCE_TIMEOUT_S))
     return Nodes(node, nodes, store, partial(_open, node, QUICK_S), silence_s), begin["attempt"]
 
@@ -80,7 +80,7 @@ def _call_roll(
         if refusal is not None:
             break
         if _wait(store, [f"here/{other}"], deadline):
-            refusal = _find_fault(other, json.loads(store.get(f"here/{other}")), own)
+            refusal = find_fault(other, json.loads(store.get(f"here/{other}")), own)
         else:
             message = f"node {other} did not come in time; start it with {RANK} {other} {RENDEZVOUS} {node.place}"
             refusal = RankDiedError(message, code="node_missing").as_dict()
@@ -89,7 +89,7 @@ def _call_roll(
     return begin
 
 
-def _find_fault(other: int, theirs: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
+def find_fault(other: int, theirs: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
     """Why a node cannot take part."""
     if refused := theirs["refusal"]:
         return {**refused, "message": f"node {other}: {refused['message']}"}
@@ -173,7 +173,7 @@ def _open(node: Node, limit_s: float) -> TCPStore:
     return opened[0]
 
 
-def _as_error(told: dict[str, Any]) -> BurnishError:
+def as_error(told: dict[str, Any]) -> BurnishError:
     error = BurnishError(told["message"], param=told["param"], code=told["code"])
     error.fault, error.retryable = told["fault"], told["retryable"]
     return error

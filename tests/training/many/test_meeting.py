@@ -145,7 +145,7 @@ def test_an_address_that_is_not_this_host_s_is_named_to_all() -> None:
 def test_a_name_that_is_another_host_to_each_is_found_out() -> None:
     """As 127.0.1.1, which stands beside a host's own name in many of their files."""
     own, theirs = ({"spec": SPEC, "address": address, "refusal": None} for address in ("127.0.1.1", "10.0.0.2"))
-    told = meeting._find_fault(1, theirs, own)
+    told = meeting.find_fault(1, theirs, own)
     assert told is not None
     assert "to itself node 0 is 127.0.1.1, and node 1 is 10.0.0.2" in told["message"]
 
@@ -176,4 +176,4 @@ def test_a_node_of_which_nothing_more_is_heard_is_lost() -> None:
 
 def test_refusals_keep_what_they_are() -> None:
     error = RankDiedError("gone", code="node_missing")
-    assert meeting._as_error(error.as_dict()).as_dict() == error.as_dict()
+    assert meeting.as_error(error.as_dict()).as_dict() == error.as_dict()
