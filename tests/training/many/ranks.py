@@ -73,7 +73,7 @@ def train_on_two_nodes(folder: Path, ranks: int, cases: Sequence[Case]) -> list[
         for node in range(2):
             torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks // 2}", "--nnodes=2"]
             meeting = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-            command = [*torchrun, *meeting, str(SCRIPT), str(Path(place) / f"cases-{node}.json")]
+            command = [*torchrun, *meeting, str(TRAINING), str(Path(place) / f"cases-{node}.json")]
             hidden = hide(folder / "node-0") if node else []
             with (Path(place) / f"log-{node}").open("w") as log:
                 started.append(subprocess.Popen([*hidden, *command], env=ENVIRONMENT, stdout=log, stderr=log))

@@ -186,6 +186,7 @@ def start(
         for node in nodes:
             command = [*before[node], *command_of(folder, node, place)]
             pipe, env = subprocess.PIPE, {**ENVIRONMENT, **environment}
+            env.pop("GLOO_SOCKET_IFNAME")  # each finds its interface
             started.processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env))
         yield started
     finally:
