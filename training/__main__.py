@@ -46,6 +46,8 @@ def _make_parser() -> argparse.ArgumentParser:
 def _run(asked: argparse.Namespace, run_dir: RunDir) -> int:
     node = find_node(asked, load_spec(asked.spec).layout)
     write_spec(asked.spec, run_dir)
+    if node is not None and node.rank > 0 and not asked.quiet:
+        print(f"node {node.rank}: what happens is told at node 0, {node.place}; the log of this one is {run_dir.log}")
     return run_alone(run_dir, make_environment(os.environ), quiet=asked.quiet, node=node)
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,5 +164,6 @@ def end_ranks(why: str) -> None:
     print(f"{why}: the ranks of this node are killed", file=sys.stderr, flush=True)
     for number, wait_s in ((signal.SIGUSR1, STACKS_S), (signal.SIGKILL, 0.0)):
         for rank in psutil.Process().children():
-            rank.send_signal(number)
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
         time.sleep(wait_s)

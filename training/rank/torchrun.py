@@ -11,7 +11,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,24 +73,24 @@ def main() -> int:
     add_arguments(parser)
     asked, others = parser.parse_known_args()
     launch = Launch(RunDir(asked.run_dir.resolve()), asked.attempt, asked.ranks, others)
-    with ExitStack() as stack:
+    try:
+        spec = load_spec(launch.run_dir.spec)
+        node = find_node(asked, spec.layout)
+        if node is None:
+            return _run_here(launch, spec)
+        launch = replace(launch, node=node)
+        return _run_with_others(launch, node, spec)
+    except BurnishError as refused:  # before there are more processes than devices
         try:
-            spec = load_spec(launch.run_dir.spec)
-            node = find_node(asked, spec.layout)
-            if node is None:
-                return _run_here(launch, spec, stack)
-            launch = replace(launch, node=node)
-            return _run_with_others(launch, node, spec, stack)
-        except BurnishError as refused:  # before there are more processes than devices
-            try:
-                launch.tell_failure(0, refused.as_dict())
-            except BlockingIOError:  # the events are another's
-                print(f"error: {refused.message}", file=sys.stderr)
-            return EXIT_FAILED
+            launch.tell_failure(0, refused.as_dict())
+        except BlockingIOError:  # the events are another's
+            print(f"error: {refused.message}", file=sys.stderr)
+        return EXIT_FAILED
 
 
-def _run_here(launch: Launch, spec: JobSpec, stack: ExitStack) -> int:
-    _require_free(launch, spec, stack)
+def _run_here(launch: Launch, spec: JobSpec) -> int:
+    with _hold(launch):  # which rank 0 does from then on
+        choose_device(spec, find_hardware())
     # All ranks are on this host, whose name may not be known to any network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # They meet on a free port of it.
@@ -104,44 +105,45 @@ def _run_here(launch: Launch, spec: JobSpec, stack: ExitStack) -> int:
     return EXIT_FAILED
 
 
-def _run_with_others(launch: Launch, node: Node, spec: JobSpec, stack: ExitStack) -> int:
+def _run_with_others(launch: Launch, node: Node, spec: JobSpec) -> int:
     layout, refusal = spec.layout, None
-    try:
-        _require_free(launch, spec, stack)
-    except SpecError as error:
-        refusal = error
-    same = {name: value for name, value in spec.asked().items() if name not in MAY_DIFFER}
-    nodes, attempt = meet(node, layout.nodes, same, launch.attempt, refusal)
-    launch = replace(launch, attempt=attempt)
-    nodes.watch(lambda: _give_up(launch))
-    place = [
-        f"--nnodes={layout.nodes}",
-        f"--node-rank={node.rank}",
-        # Which ranks are whose is not left to the order in which they come: rank 0 is where the run directory is.
-        "--rdzv-backend=static",
-        f"--rdzv-endpoint={node.place}",
-        f"--rdzv-id=attempt-{attempt}",
-        f"--rdzv-conf=timeout={STORE_S:.0f}",
-    ]
-    ending = _run_ranks(launch, place)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # no rank is left that could be asked to stop
-    return _conclude(launch, nodes, ending, spec)
-
-
-def _require_free(launch: Launch, spec: JobSpec, stack: ExitStack) -> None:
-    """Raises SpecError where a process is at work in the run directory, or this host has not the devices."""
-    place = launch.run_dir.path / "lock"
-    try:
+    with ExitStack() as held:
+        try:
+            held.enter_context(_hold(launch))
+            choose_device(spec, find_hardware())
+        except SpecError as error:
+            refusal = error
+        same = {name: value for name, value in spec.asked().items() if name not in MAY_DIFFER}
+        nodes, attempt = meet(node, layout.nodes, same, launch.attempt, refusal)
         if launch.writes:
-            with lock(place, wait=False):  # which rank 0 takes
-                pass
-        else:
-            stack.enter_context(lock(place, wait=False))
+            held.close()
+        launch = replace(launch, attempt=attempt)
+        nodes.watch(lambda: _give_up(launch))
+        place = [
+            f"--nnodes={layout.nodes}",
+            f"--node-rank={node.rank}",
+            # Which ranks are whose is not left to the order in which they come: rank 0 is where the run directory is.
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={node.place}",
+            f"--rdzv-id=attempt-{attempt}",
+            f"--rdzv-conf=timeout={STORE_S:.0f}",
+        ]
+        ending = _run_ranks(launch, place)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # no rank is left that could be asked to stop
+        return _conclude(launch, nodes, ending, layout.local_ranks)
+
+
+@contextmanager
+def _hold(launch: Launch) -> Iterator[None]:
+    """The run directory. Raises SpecError where a process is at work in it."""
+    try:
+        with lock(launch.run_dir.path / "lock", wait=False):
+            yield
     except BlockingIOError:
         message = f"another process is at work in {launch.run_dir.path}; wait for it or stop it"
+        message += ", and give each node a folder of its own" if launch.node else ""
         raise SpecError(message, code="other_run") from None
-    choose_device(spec, find_hardware())
 
 
 def _run_ranks(launch: Launch, place: list[str]) -> Ending:
@@ -182,9 +184,8 @@ def _find_said(logs: Path) -> dict[int, ProcessFailure]:
     return {rank: ProcessFailure(rank, 0, EXIT_FAILED, str(file)) for rank, file in files.items()}
 
 
-def _conclude(launch: Launch, nodes: Nodes, own: Ending, spec: JobSpec) -> int:
+def _conclude(launch: Launch, nodes: Nodes, own: Ending, local_ranks: int) -> int:
     """The exit code, once no rank is left on any node."""
-    local_ranks = spec.layout.local_ranks
     if not launch.writes:
         verdict = nodes.hear(own)
         if verdict is None:

@@ -6,18 +6,23 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from tests.training.many.ranks import find_port
 from training.errors import BurnishError, CapacityError, RankDiedError, SpecError
 from training.node import Node
 from training.rank import meeting
 from training.rank.ends import Ending, Failure
+from training.rank.group import join_group
 from training.rank.meeting import meet
 from training.rank.nodes import Nodes, Verdict
-from training.rundir import MEETING_SETTING, SILENCE_SETTING
+from training.rundir import MEETING_SETTING, SILENCE_SETTING, TIMEOUT_SETTING
 
 SPEC = {"method": {"type": "supervised"}, "seed": 1}
 LEFT = {"step": 3, "failure": {"code": "rank_lost", "message": "another rank is gone"}}
@@ -177,3 +182,18 @@ def test_a_node_of_which_nothing_more_is_heard_is_lost() -> None:
 def test_refusals_keep_what_they_are() -> None:
     error = RankDiedError("gone", code="node_missing")
     assert meeting.as_error(error.as_dict()).as_dict() == error.as_dict()
+
+
+def test_groups_that_libraries_make_among_ranks_wait_no_longer_than_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own default is half an hour, whatever the whole was given; so are DeepSpeed's."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(c10d, name, getattr(c10d, name))
+    monkeypatch.setenv(TIMEOUT_SETTING, "77")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        join_group(2, "cpu")
+        made = dist.new_group([0])
+        assert made._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    finally:
+        dist.destroy_process_group()

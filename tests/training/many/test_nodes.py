@@ -291,6 +291,18 @@ def test_a_node_that_nobody_starts_is_not_waited_for_without_an_end(tmp_path: Pa
         assert (failed.type, failed.data["code"], failed.data["retryable"]) == ("failed", "node_missing", True)
 
 
+def test_nodes_that_were_given_one_run_directory_are_refused(tmp_path: Path) -> None:
+    body = on_nodes(make_job(tmp_path, rows=9), 2, 2, "ddp")
+    (tmp_path / "node-0").mkdir()
+    (tmp_path / "node-1").symlink_to("node-0")
+    with start(tmp_path, body) as started:
+        for code, said in started.wait():
+            assert code == EXIT_FAILED
+            assert said.startswith("error: ")
+            assert "another process is at work in" in said
+            assert said.endswith("and give each node a folder of its own\n")
+
+
 @pytest.fixture
 def two_networks() -> Iterator[list[str]]:
     """The names of two network namespaces, 10.213.7.1 and 10.213.7.2, joined by a cable."""
