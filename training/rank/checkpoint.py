@@ -81,8 +81,8 @@ class Checkpoints:
         if manifest.get("format") != FORMAT:
             raise SpecError(
                 f"{self.run_dir.path}: its checkpoints were written by another version, from which this one cannot go "
-                f"on; choose another run directory, and name checkpoints/{checkpoint.name} in resume_from to start with "
-                "its weights",
+                f"on; choose another run directory, and name checkpoints/{checkpoint.name} in resume_from to start "
+                "with its weights",
                 code="other_version",
             )
         if manifest["fingerprint"] != self.fingerprint:
