@@ -82,9 +82,13 @@ def _make_config(model: nn.Module, adapter: Adapter) -> Any:
     if adapter.type == "prefix":
         return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.num_virtual_tokens)
     if adapter.type == "prompt":
-        # Embeddings of words drawn from the vocabulary: random ones have another scale than the model knows.
+        has_heads = hasattr(model.config.get_text_config(), "num_attention_heads")
         return PromptTuningConfig(
-            task_type="CAUSAL_LM", num_virtual_tokens=adapter.num_virtual_tokens, prompt_tuning_init="SAMPLE_VOCAB"
+            task_type="CAUSAL_LM",
+            num_virtual_tokens=adapter.num_virtual_tokens,
+            # Words drawn from the vocabulary: random embeddings have another scale than the model knows.
+            prompt_tuning_init="SAMPLE_VOCAB",
+            num_attention_heads=None if has_heads else 1,  # peft asks for them, and a prompt has none
         )
     layers = ia3_layers(model, adapter)
     return IA3Config(

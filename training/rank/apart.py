@@ -35,7 +35,8 @@ def depends_on_length(config: Any) -> bool:
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)}
     layers = set(getattr(text, "layer_types", None) or ())
-    return bool(kinds & {"longrope", "dynamic"} or layers - {"full_attention", "sliding_attention"})
+    is_scaled = getattr(text, "log_scaling_n_floor", None) is not None
+    return is_scaled or bool(kinds & {"longrope", "dynamic"} or layers - {"full_attention", "sliding_attention"})
 
 
 def require_trainable(model: nn.Module, device: torch.device, adapter: Adapter) -> None:
@@ -145,9 +146,12 @@ def _trace(model: nn.Module, batch: Batch, places: slice) -> tuple[Tensor, Tenso
     finally:
         hook.remove()
     gradients = torch.autograd.grad(logits.float().square().sum(), seen, allow_unused=True)
-    found = [gradient.float().abs().flatten(0, -2).sum(-1) for gradient in gradients if gradient is not None]
     tokens = batch.input_ids.numel()
-    return logits.detach(), torch.stack([bears for bears in found if len(bears) == tokens]).sum(0)
+    found = [gradient.float().abs().flatten(0, -2).sum(-1) for gradient in gradients if gradient is not None]
+    found = [of_tokens[-tokens:] for of_tokens in found if len(of_tokens) >= tokens]  # some put tokens of theirs before
+    if not found:
+        raise ValueError("its logits do not depend on the embeddings of its tokens")
+    return logits.detach(), torch.stack(found).sum(0)
 
 
 @torch.no_grad()

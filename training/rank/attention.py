@@ -64,7 +64,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Query, key and value are (1, heads, places, size of a head); the result is (1, places, heads, size)."""
     lengths = None if attention_mask is None else _lengths_of(attention_mask)
-    if lengths is None:
+    if lengths is None or more.get("position_bias") is not None:  # what is added to each pair of places of the pass
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, *part, None, **more)[0] for part in parts], dim=1), None

@@ -93,6 +93,7 @@ def _computed_width(text: Any) -> int:
     """Of the feed-forward part that is computed for a token: with experts, of those that it is given to."""
     # GPT-2 and its like name it otherwise, and leave out what is the usual four times the width.
     width = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    width = max(width) if isinstance(width, list) else width  # a layer each, as in Gemma 3n
     experts = getattr(text, "num_experts_per_tok", None)
     if not experts:
         return int(width)
