@@ -18,7 +18,7 @@ IA3_LAYERS = (
 
 
 def count_trained(model: nn.Module, adapter: Adapter) -> int:
-    """What would be trained of a model; counted without peft.
+    """What would be trained of a model; counted before it is adapted.
 
     Raises:
         SpecError: an option that does not fit the model.

@@ -19,7 +19,7 @@ NORM_AFTER = re.compile(r"post_(feedforward|mlp)\w*norm")
 
 
 def count_matmuls(model: Any, adapter: Adapter, arguments: frozenset[str]) -> Matmuls:
-    """Counted without peft, also on a model without memory; `arguments` are those that its forward takes.
+    """Counted before it is adapted, also on a model without memory; `arguments` are those that its forward takes.
 
     Raises:
         SpecError: an option that does not fit the model.
