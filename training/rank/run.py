@@ -20,7 +20,13 @@ from training.facts import ModelFacts
 from training.flops import tokens_per_parameter
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
-from training.rank.apart import can_be_cut, depends_on_length, find_trial_passes, keeps_rows_apart
+from training.rank.apart import (
+    can_be_cut,
+    depends_on_length,
+    find_trial_passes,
+    keeps_rows_apart,
+    require_trainable,
+)
 from training.rank.checkpoint import Checkpoints, Progress, load_progress, load_state, load_weights
 from training.rank.context import split_passes
 from training.rank.determinism import require_same_bits, train_once, warn_of_other_bits
@@ -178,7 +184,9 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
     if found:
         load_state(found, parallel)
     with parallel.compute():
-        find_head(get_base(model))  # tries the model once, which is not to count with the first step
+        # Both try the model once, which is not to count with the first step.
+        require_trainable(model, parallel.device, adapter)
+        find_head(get_base(model))
     if plan.context > 1:
         _share_passes(parallel, plan.context)
     limit = _make_pass_limit(this, parallel, plan, inputs)
