@@ -36,6 +36,8 @@ SHARDS_STATES = {"fsdp", "zero1", "zero2", "zero3"}
 class Resources(Part):
     gpus: Annotated[int | Auto, whole(0, auto=True)] = "auto"
     "GPUs of the job; auto is one where the host has GPUs, else the CPU. 0 asks for the CPU."
+    nodes: Annotated[int, whole(1, 128)] = 1
+    "Hosts among which the ranks are shared evenly; `gpus` is of all of them together."
     priority: Annotated[int, whole(-100, 100)] = 0
     "Higher goes first."
     max_attempts: Annotated[int, whole(1, 20)] = 3
@@ -81,6 +83,7 @@ class Layout:
     pipeline: int
     expert: int
     context: int = 1
+    nodes: int = 1
 
     @property
     def ranks(self) -> int:
@@ -90,6 +93,11 @@ class Layout:
     def copies(self) -> int:
         """Ranks that have the same weights, whole or in parts, and whose gradients are summed."""
         return self.data * self.context
+
+    @property
+    def local_ranks(self) -> int:
+        """On each node; ranks that follow each other are on one node."""
+        return self.ranks // self.nodes
 
 
 def make_layout(asked: Parallelism, resources: Resources) -> Layout:
@@ -103,10 +111,24 @@ def make_layout(asked: Parallelism, resources: Resources) -> Layout:
         sizes += f" x context {asked.context}" if asked.context > 1 else ""
         message = f"{sizes} takes {max(1, data) * of_model} GPUs, and resources.gpus is {gpus}; make them equal"
         raise at("parallelism.data", f'{message}, or leave data out ("auto")')
+    nodes, ranks = resources.nodes, data * of_model
+    if ranks % nodes:
+        what = f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be shared evenly among {nodes} nodes"
+        raise at(
+            "resources.nodes", f"{what}; set resources.gpus, on the CPU parallelism.data, to a multiple of {nodes}"
+        )
     strategy = asked.strategy
     if strategy == "auto":
         strategy = "ddp" if data * asked.context > 1 else "none"
-    return Layout(strategy, data, asked.tensor, asked.pipeline, asked.expert, asked.context)
+    return Layout(
+        strategy,
+        data=data,
+        tensor=asked.tensor,
+        pipeline=asked.pipeline,
+        expert=asked.expert,
+        context=asked.context,
+        nodes=nodes,
+    )
 
 
 def find_conflict(

@@ -55,6 +55,8 @@ class Plan(Fact):
     expert: int = 1
     context: int = 1
     "Ranks among which the tokens of a pass are split."
+    nodes: int = 1
+    "Hosts, among which the ranks are shared evenly."
     offload: Offload = "none"
     seed: int
     steps: int
@@ -134,6 +136,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         pipeline=layout.pipeline,
         expert=layout.expert,
         context=layout.context,
+        nodes=layout.nodes,
         offload=spec.parallelism.offload,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
         steps=steps,
@@ -239,11 +242,12 @@ def may_share_a_pass(adapter: Adapter) -> bool:
 
 def choose_device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
     """Raises SpecError where the host has not what was asked for."""
-    asked, param = spec.resources.gpus, "resources.gpus"
+    asked, param, nodes = spec.resources.gpus, "resources.gpus", spec.layout.nodes
     if asked == 0:
         return "cpu"
-    if asked != "auto" and asked > len(hardware.gpus):
-        message = f"{param}: {asked} asked, this host has {len(hardware.gpus)}"
+    if asked != "auto" and asked // nodes > len(hardware.gpus):
+        share = f" on {nodes} nodes, {asked // nodes} on each" if nodes > 1 else ""
+        message = f"{param}: {asked} asked{share}, this host has {len(hardware.gpus)}"
         raise SpecError(message, param=param, code="no_such_device")
     ranks = spec.layout.ranks
     if asked == "auto" and hardware.gpus and ranks > 1:
@@ -324,7 +328,7 @@ def _fit(
     without it, since it costs about a third more time (Chen et al. 2016); offloading only where that is not enough."""
     asked = spec.hyper
     # A host's memory is shared with everything else on it, and its allocator keeps some of what was freed.
-    host_bytes = 0.6 * hardware.memory_bytes / spec.layout.ranks
+    host_bytes = 0.6 * hardware.memory_bytes / spec.layout.local_ranks
     room_bytes = 0.85 * hardware.gpus[0].memory_bytes if device == "cuda" else host_bytes
     batch //= spec.layout.data  # what comes to each rank
 

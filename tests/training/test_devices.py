@@ -1,14 +1,17 @@
 """How a job is spread over devices: which mixes are offered, and what is said of the others."""
 
+import argparse
 from typing import Any
 
 import pytest
 from test_plan import A100, SMOL, plan_for
 
-from training.devices import Strategy
+from training.devices import Layout, Strategy
 from training.errors import SpecError
 from training.hardware import Hardware
 from training.memory import share_states
+from training.node import add_arguments, find_node
+from training.plan import choose_device
 from training.spec import parse_spec
 
 EIGHT = Hardware(
@@ -46,6 +49,81 @@ def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
 ) -> None:
     spec = parse_spec({"model": "m", "training_file": "f", "resources": {"gpus": gpus}, "parallelism": asked})
     assert (spec.layout.strategy, spec.layout.ranks, spec.layout.data) == (strategy, ranks, ranks)
+
+
+@pytest.mark.parametrize(
+    ("resources", "data", "ranks", "local_ranks"),
+    [
+        ({"gpus": 16, "nodes": 2}, "auto", 16, 8),
+        ({"gpus": 3, "nodes": 3}, "auto", 3, 1),
+        ({"gpus": 0, "nodes": 2}, 4, 4, 2),
+        ({"nodes": 2}, 2, 2, 1),
+        ({"gpus": 4}, "auto", 4, 4),
+    ],
+)
+def test_ranks_are_shared_evenly_among_the_nodes(
+    resources: dict[str, Any], data: int | str, ranks: int, local_ranks: int
+) -> None:
+    body = {"model": "m", "training_file": "f", "resources": resources, "parallelism": {"data": data}}
+    layout = parse_spec(body).layout
+    assert (layout.nodes, layout.ranks, layout.local_ranks) == (resources.get("nodes", 1), ranks, local_ranks)
+
+
+@pytest.mark.parametrize(
+    ("resources", "data", "words"),
+    [
+        ({"gpus": 3, "nodes": 2}, "auto", "3 ranks cannot be shared evenly among 2 nodes; set resources.gpus"),
+        ({"nodes": 2}, "auto", "1 rank cannot be shared evenly among 2 nodes"),
+        ({"gpus": 0, "nodes": 2}, 3, "on the CPU parallelism.data, to a multiple of 2"),
+        ({"nodes": 0}, "auto", "from 1 to 128"),
+    ],
+)
+def test_nodes_that_cannot_be_given_as_many_ranks_each_are_refused(
+    resources: dict[str, Any], data: int | str, words: str
+) -> None:
+    error = refuse(resources=resources, parallelism={"data": data})
+    assert error.param == "resources.nodes"
+    assert words in error.message
+
+
+def test_each_host_needs_its_share_of_the_gpus_alone() -> None:
+    body = {"model": "m", "training_file": "f", "resources": {"gpus": 16, "nodes": 2}}
+    assert choose_device(parse_spec(body), EIGHT) == "cuda"
+    body["resources"] = {"gpus": 18, "nodes": 2}
+    with pytest.raises(SpecError, match=r"resources\.gpus: 18 asked on 2 nodes, 9 on each, this host has 8"):
+        choose_device(parse_spec(body), EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "words"),
+    [
+        (2, [], "resources.nodes: the run is on 2 hosts; start it on each, with --node-rank 0 to 1 and --rendezvous"),
+        (2, ["--node-rank", "1"], "and --rendezvous HOST:PORT, an address of node 0"),
+        (2, ["--node-rank", "2", "--rendezvous", "h:1"], "--node-rank: 2 is not one of 0 to 1"),
+        (2, ["--node-rank", "0", "--rendezvous", "h"], '"h" is not HOST:PORT, such as'),
+        (2, ["--node-rank", "0", "--rendezvous", "h:70000"], '"h:70000" is not HOST:PORT'),
+        (1, ["--node-rank", "0"], "--node-rank: resources.nodes of the spec is 1; leave it out"),
+        (1, ["--local-addr", "10.0.0.1"], "--local-addr: resources.nodes of the spec is 1"),
+    ],
+)
+def test_a_command_line_that_does_not_fit_the_nodes_is_refused(nodes: int, given: list[str], words: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes))
+    assert words in refused.value.message
+
+
+@pytest.mark.parametrize("place", ["10.0.0.1:29500", "first.hosts.local:29500", "[fd00::1]:29500"])
+def test_a_command_says_of_a_node_what_it_was_told(place: str) -> None:
+    given = ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
+    node = find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, 2))
+    assert node is not None
+    assert node.as_arguments() == ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
+
+
+def parse_arguments(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(given)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from training.errors import SpecError
+from training.rank.copies import bring
+from training.rank.group import Group
 from training.rank.parallel import Parallel
 from training.rank.random_state import RandomState
 from training.rank.source import Source
@@ -91,6 +93,10 @@ class Checkpoints:
                 "choose another run directory",
                 code="other_run",
             )
+
+    def bring(self, checkpoint: Path, group: Group) -> Path:
+        """Where this rank can read it. All ranks call it."""
+        return bring(checkpoint, group, self.run_dir.received)
 
     def save(self, parallel: Parallel, progress: Progress) -> dict[str, Any]:
         """Write a checkpoint of the step that is done, on rank 0; its manifest."""
