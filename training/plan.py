@@ -54,6 +54,8 @@ class Plan(Fact):
     pipeline: int = 1
     expert: int = 1
     offload: Offload = "none"
+    deepspeed: dict[str, Any] | None = None
+    "What was given of a DeepSpeed config; it is laid over what is derived."
     seed: int
     steps: int
     steps_per_epoch: int
@@ -131,6 +133,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         pipeline=layout.pipeline,
         expert=layout.expert,
         offload=spec.parallelism.offload,
+        deepspeed=spec.deepspeed.as_config() if spec.deepspeed else None,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
         steps=steps,
         steps_per_epoch=steps_per_epoch,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.plan import Plan
@@ -23,11 +23,12 @@ class Fsdp(DataParallel):
     def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
         base = get_base(model)
         mesh = init_device_mesh(plan.device, (group.ranks,))
+        policy = OffloadPolicy() if plan.offload == "none" else CPUOffloadPolicy(pin_memory=plan.device == "cuda")
         for layer in find_layers(base):
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, offload_policy=policy)
         # What is left, embeddings and head, stays whole from the forward pass to the end of the backward pass: the loss
         # is computed from the head's weights by hand (head.py).
-        fully_shard(base, mesh=mesh, reshard_after_forward=False)
+        fully_shard(base, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
         super().__init__(model, plan, group)
 
     def gather_weights(self) -> dict[str, Tensor]:
