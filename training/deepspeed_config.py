@@ -53,6 +53,7 @@ OURS_OF_ZERO = {
     **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"), _OFFLOAD),
     **dict.fromkeys(("zero_quantized_weights", "zero_quantized_nontrainable_weights"), _NUMBERS),
     "zero_quantized_gradients": _NUMBERS,
+    "round_robin_gradients": "DeepSpeed then gives the moments of a weight under another's name to the checkpoint",
     "compute_grad_norm": "hyperparameters.max_grad_norm sets it",
     **dict.fromkeys(("elastic_checkpoint", "load_from_fp32_weights", "pipeline_loading_checkpoint"), _CHECKPOINTS),
     "stage3_gather_16bit_weights_on_model_save": _CHECKPOINTS,
@@ -79,7 +80,7 @@ def _operations(value: object) -> object:
     raise wrong(f"{show(value)} is not a list of operations")
 
 
-Yes = Annotated[bool, PlainValidator(true_or_false, json_schema_input_type=bool)]
+Yes = Annotated[bool | None, PlainValidator(true_or_false, json_schema_input_type=bool)]
 
 
 def _refuse(given: Any, ours: dict[str, str]) -> Any:
@@ -90,22 +91,23 @@ def _refuse(given: Any, ours: dict[str, str]) -> Any:
 
 
 class ZeroOptimization(Part):
-    contiguous_gradients: Yes = True
-    reduce_scatter: Yes = True
-    overlap_comm: Yes = False
-    reduce_bucket_size: Annotated[int, _numbers(1)] = 2**25
-    allgather_bucket_size: Annotated[int, _numbers(1)] = 500_000_000
-    use_multi_rank_bucket_allreduce: Yes = True
-    round_robin_gradients: Yes = False
-    parameter_alignment: Yes = False
-    sub_group_size: Annotated[int, _numbers(1)] = 1_000_000_000
-    stage3_prefetch_bucket_size: Annotated[int, _numbers(0)] = 0
-    stage3_param_persistence_threshold: Annotated[int, _numbers(0)] = 0
-    stage3_model_persistence_threshold: Annotated[int, _numbers(0)] = MAX_NUMBERS
-    stage3_max_live_parameters: Annotated[int, _numbers(0)] = 1_000_000_000
-    stage3_max_reuse_distance: Annotated[int, _numbers(0)] = 0
-    stage3_use_all_reduce_for_fetch_params: Yes = False
-    stage3_allgather_sequential: Yes = False
+    """What is None is left to what is derived, and to DeepSpeed."""
+
+    contiguous_gradients: Yes = None
+    reduce_scatter: Yes = None
+    overlap_comm: Yes = None
+    reduce_bucket_size: Annotated[int | None, _numbers(1)] = None
+    allgather_bucket_size: Annotated[int | None, _numbers(1)] = None
+    use_multi_rank_bucket_allreduce: Yes = None
+    parameter_alignment: Yes = None
+    sub_group_size: Annotated[int | None, _numbers(1)] = None
+    stage3_prefetch_bucket_size: Annotated[int | None, _numbers(0)] = None
+    stage3_param_persistence_threshold: Annotated[int | None, _numbers(0)] = None
+    stage3_model_persistence_threshold: Annotated[int | None, _numbers(0)] = None
+    stage3_max_live_parameters: Annotated[int | None, _numbers(0)] = None
+    stage3_max_reuse_distance: Annotated[int | None, _numbers(0)] = None
+    stage3_use_all_reduce_for_fetch_params: Yes = None
+    stage3_allgather_sequential: Yes = None
 
     @model_validator(mode="before")
     @classmethod
@@ -114,23 +116,23 @@ class ZeroOptimization(Part):
 
 
 class CommsLogger(Part):
-    enabled: Yes = False
-    verbose: Yes = False
+    enabled: Yes = None
+    verbose: Yes = None
     "Each exchange in a line of log.txt."
-    prof_all: Yes = True
-    prof_ops: Annotated[tuple[str, ...], BeforeValidator(_operations, json_schema_input_type=list[str])] = ()
+    prof_all: Yes = None
+    prof_ops: Annotated[tuple[str, ...] | None, BeforeValidator(_operations, json_schema_input_type=list[str])] = None
     "Where it is not all: of which operations, such as all_reduce."
-    debug: Yes = False
+    debug: Yes = None
 
 
 class DeepSpeed(Part):
     """What of a DeepSpeed config may be given; its names are DeepSpeed's."""
 
     zero_optimization: ZeroOptimization = ZeroOptimization()
-    wall_clock_breakdown: Yes = False
+    wall_clock_breakdown: Yes = None
     "How long the parts of a step take, in log.txt."
-    memory_breakdown: Yes = False
-    dump_state: Yes = False
+    memory_breakdown: Yes = None
+    dump_state: Yes = None
     comms_logger: CommsLogger = CommsLogger()
 
     @model_validator(mode="before")
@@ -140,15 +142,15 @@ class DeepSpeed(Part):
 
     def as_config(self) -> dict[str, Any]:
         """What was given, as DeepSpeed reads it."""
-        tells = self.wall_clock_breakdown or self.memory_breakdown or self.dump_state or self.comms_logger.enabled
         given = self.model_dump(mode="json", exclude_unset=True)
-        return {**given, "log_level": "info"} if tells else given
+        if not self.comms_logger.enabled:
+            given.pop("comms_logger", None)  # which DeepSpeed takes for a wish as soon as it is there
+        is_told = self.wall_clock_breakdown or self.memory_breakdown or self.dump_state or self.comms_logger.enabled
+        return {**given, "log_level": "info"} if is_told else given
 
 
 OF_STAGE_3 = {name for name in ZeroOptimization.model_fields if name.startswith("stage3_")} | {"sub_group_size"}
-OF_STAGES_1_AND_2 = {
-    *("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "round_robin_gradients", "parameter_alignment")
-}
+OF_STAGES_1_AND_2 = {*("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "parameter_alignment")}
 """Keys of `zero_optimization` that the other stages do not read."""
 
 
@@ -158,6 +160,8 @@ def find_idle(config: DeepSpeed, strategy: Strategy) -> PydanticCustomError | No
         message = f'belongs to "zero1", "zero2" and "zero3", and the strategy is "{strategy}"; leave it out'
         return at("deepspeed", message)
     foreign, owner = (OF_STAGES_1_AND_2, '"zero1" and "zero2"') if strategy == "zero3" else (OF_STAGE_3, '"zero3"')
+    if config.comms_logger.enabled and not config.comms_logger.verbose:
+        return at("deepspeed.comms_logger.verbose", "set it to true; nothing is written otherwise")
     for name in sorted(config.zero_optimization.model_fields_set & foreign):
         return at(f"deepspeed.zero_optimization.{name}", f'belongs to {owner}; leave it out with "{strategy}"')
     return None

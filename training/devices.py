@@ -112,7 +112,7 @@ def find_conflict(
     if strategy not in SHARDS_STATES:
         return None
     if strategy in SHARDS_WEIGHTS and adapter.type == "qlora" and adapter.bits == 8:
-        message = f'"{strategy}" does not split weights in 8 bits; it splits those in 4, and "zero2" and "ddp" train both'
+        message = f'"{strategy}" splits weights in 4 bits, not in 8; "zero2" and "ddp" train both'
         return at("parallelism.strategy", message)
     if adapter.virtual_tokens:
         return at("parallelism.strategy", f'"{strategy}" does not split a {adapter.type}; "ddp" trains it')

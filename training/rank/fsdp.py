@@ -14,6 +14,7 @@ from training.plan import Plan
 from training.rank.data_parallel import DataParallel, gather_each, put_each
 from training.rank.group import Group
 from training.rank.model import get_base
+from training.rank.quantised import move_scales
 
 
 class Fsdp(DataParallel):
@@ -30,6 +31,8 @@ class Fsdp(DataParallel):
         # is computed from the head's weights by hand (head.py).
         fully_shard(base, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
         super().__init__(model, plan, group)
+        if plan.quantised_parameters:
+            move_scales(model, self.device)
 
     def gather_weights(self) -> dict[str, Tensor]:
         return gather_each(self.model, self.group, lambda part: _gather(part.detach(), keep=self.group.rank == 0))

@@ -17,6 +17,7 @@ from training.rank.data_parallel import DataParallel, Passes, gather_each, put_e
 from training.rank.group import Group
 from training.rank.loss_scale import LossScale
 from training.rank.model import get_base
+from training.rank.quantised import move_scales
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 BUCKET_NUMBERS = 2**25
@@ -139,6 +140,8 @@ class ZeroWeights(Zero):
             weight.is_external_param = True  # not taken away behind the module that it is of
             self._partitions.persistent_parameters.append(weight)  # gathered again after each step
         self._gather_persistent()
+        if plan.quantised_parameters:
+            move_scales(model, self.device)
 
     def gather_weights(self) -> dict[str, Tensor]:
         return gather_each(self.model, self.group, self._gather)
