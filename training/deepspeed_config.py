@@ -17,7 +17,6 @@ _PRECISION = "precision sets it"
 _OFFLOAD = "parallelism.offload sets it"
 _NUMBERS = "it would change what the run comes to"
 _FILES = "a job writes into its own directory alone"
-_COUNTED = "the plan and the metrics hold the operations"
 _CHECKPOINTS = "checkpoints are Burnish's own"
 _PARALLEL = "parallelism says how a job is spread"
 
@@ -36,7 +35,8 @@ OURS = {
     "scheduler": "hyperparameters.lr_scheduler sets it",
     "gradient_clipping": "hyperparameters.max_grad_norm sets it",
     "activation_checkpointing": "gradient_checkpointing sets it",
-    "flops_profiler": _COUNTED,
+    "flops_profiler": "the plan and the metrics hold the operations",
+    "memory_breakdown": "the metrics hold peak_memory_bytes",
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "nebula", "aio"), _FILES),
     **dict.fromkeys(("checkpoint", "load_universal_checkpoint", "datastates_ckpt"), _CHECKPOINTS),
     **dict.fromkeys(("elasticity", "autotuning"), "resources and parallelism set it"),
@@ -131,7 +131,6 @@ class DeepSpeed(Part):
     zero_optimization: ZeroOptimization = ZeroOptimization()
     wall_clock_breakdown: Yes = None
     "How long the parts of a step take, in log.txt."
-    memory_breakdown: Yes = None
     dump_state: Yes = None
     comms_logger: CommsLogger = CommsLogger()
 
@@ -145,7 +144,7 @@ class DeepSpeed(Part):
         given = self.model_dump(mode="json", exclude_unset=True)
         if not self.comms_logger.enabled:
             given.pop("comms_logger", None)  # which DeepSpeed takes for a wish as soon as it is there
-        is_told = self.wall_clock_breakdown or self.memory_breakdown or self.dump_state or self.comms_logger.enabled
+        is_told = self.wall_clock_breakdown or self.dump_state or self.comms_logger.enabled
         return {**given, "log_level": "info"} if is_told else given
 
 

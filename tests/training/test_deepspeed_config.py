@@ -127,7 +127,9 @@ def test_all_settings_are_those_of_deepspeed() -> None:
             "print(*(field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()))",
         ]
     )
-    known = set(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split())
+    known = set(
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    )
     assert set(ZeroOptimization.model_fields) <= known
     assert set(OURS_OF_ZERO) <= known
     assert not set(OURS_OF_ZERO) & set(ZeroOptimization.model_fields)
