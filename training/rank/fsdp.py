@@ -80,4 +80,5 @@ def _cut_like(own: Tensor, whole: Tensor) -> Tensor:
     """Of a whole tensor, which every rank has, this rank's part."""
     if not isinstance(own, DTensor):
         return whole
-    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    part = distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return part.to(own.device)  # for it goes to the GPU, also where its weight waits on the host

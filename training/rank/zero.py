@@ -107,6 +107,8 @@ class Zero(DataParallel):
 
     def _own_gradients(self) -> list[Tensor]:
         if self._offloads:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # they may still be on their way to the host
             return [part.grad for part in self._own_parts() if part.grad is not None]
         return [part for parts in self._partitions.averaged_gradients.values() for part in parts]
 

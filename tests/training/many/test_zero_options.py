@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.many.ranks import Case, assert_same_training, on_ranks, train_on_ranks
+from tests.training.many.ranks import Case, assert_same_training, on_ranks, start_ranks, train_on_ranks
 from tests.training.many.test_going_on import cut_back
 from tests.training.many.test_written import BAD_STEP, make_spoilt
 from tests.training.tiny_runs import curve_of, events_of, make_job, read_json, same_weights, train_here
@@ -114,6 +114,16 @@ def test_what_waits_on_the_host_is_trained_to_the_same_numbers(strategy: str, wh
     plan = read_json(path / "plan.json")
     assert (plan["strategy"], plan["offload"]) == (strategy, what)
     assert_same_training(path, made.folder / job / "one", apart=LIMITS if job == "kto" else {})
+
+
+def test_each_rank_holds_its_part_of_weights_in_4_bits_and_no_more(made: Made) -> None:
+    """Before a step and after it; those of a layer that is computed are whole meanwhile."""
+    runs = [made.path("qlora", strategy, "params") for strategy in ("zero3", "fsdp")]
+    start_ranks(2, Path(__file__).with_name("count_held.py"), *runs)
+    for run in runs:
+        for rank in range(2):
+            whole, before, after = read_json(run / f"held-{rank}")
+            assert 2 * before == 2 * after == whole > 0
 
 
 @pytest.mark.parametrize(("strategy", "what"), SPOILT)
