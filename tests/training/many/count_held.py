@@ -17,21 +17,19 @@ from training.rank.strategies import build_parallel
 from training.spec import load_spec
 
 
-def main(runs: list[Path]) -> None:
-    for run in runs:
-        spec, told = load_spec(run / "spec.json"), json.loads((run / "plan.json").read_text())
-        told.pop("memory_total_bytes")
-        plan = Plan.model_validate(told, strict=False)
-        group = join_group(plan.ranks, plan.device)
-        model = build_model(find_source(spec.model, weights=True), plan, spec.adapter)
-        whole = count(model)
-        parallel = build_parallel(model, plan, group)
-        held = [count(model)]
-        ids = torch.arange(3, 20).unsqueeze(0)
-        parallel.backward(parallel.forward(lambda: model(input_ids=ids, labels=ids).loss, last=True), last=True)
-        parallel.clip()
-        parallel.step(1e-3)
-        (run / f"held-{group.rank}").write_text(json.dumps([whole, *held, count(model)]))
+def measure(run: Path) -> None:
+    spec, told = load_spec(run / "spec.json"), json.loads((run / "plan.json").read_text())
+    told.pop("memory_total_bytes")
+    plan = Plan.model_validate(told, strict=False)
+    group = join_group(plan.ranks, plan.device)
+    model = build_model(find_source(spec.model, weights=True), plan, spec.adapter)
+    whole = count(model)
+    parallel = build_parallel(model, plan, group)
+    before, ids = count(model), torch.arange(3, 20).unsqueeze(0)
+    parallel.backward(parallel.forward(lambda: model(input_ids=ids, labels=ids).loss, last=True), last=True)
+    parallel.clip()
+    parallel.step(1e-3)
+    (run / f"held-{group.rank}").write_text(json.dumps([whole, before, count(model)]))
 
 
 def count(model: nn.Module) -> int:
@@ -45,4 +43,5 @@ def _held(weight: nn.Parameter) -> int:
 
 
 if __name__ == "__main__":
-    main([Path(name) for name in sys.argv[1:]])
+    for name in sys.argv[1:]:
+        measure(Path(name))
