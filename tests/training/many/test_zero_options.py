@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.many.ranks import Case, assert_same_training, on_ranks, start_ranks, train_on_ranks
+from tests.training.many.ranks import (
+    WEIGHTS,
+    Case,
+    assert_same_training,
+    find_difference,
+    on_ranks,
+    start_ranks,
+    train_on_ranks,
+)
 from tests.training.many.test_going_on import cut_back
 from tests.training.many.test_written import BAD_STEP, make_spoilt
 from tests.training.tiny_runs import curve_of, events_of, make_job, read_json, same_weights, train_here
@@ -131,7 +139,7 @@ def test_a_dropped_gradient_is_forgotten_on_the_host_too(strategy: str, what: st
     path, one = made.path("spoilt", strategy, what), made.folder / "spoilt" / "one"
     (told,) = events_of(path, "warning")
     assert (told.step, told.data["lines"]) == (BAD_STEP, [made.bad_line])
-    assert_same_training(path, one)
+    assert find_difference(path / "adapter", one / "adapter") <= WEIGHTS
 
 
 @pytest.mark.parametrize(("strategy", "what"), GOING_ON)
