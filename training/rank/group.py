@@ -61,10 +61,11 @@ class Alone:
 
 
 class Ranks:
-    """The processes that torchrun started."""
+    """The processes that torchrun started, or some of them."""
 
-    def __init__(self) -> None:
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+    def __init__(self, members: dist.ProcessGroup | None = None) -> None:
+        self.members = members
+        self.rank, self.ranks = dist.get_rank(members), dist.get_world_size(members)
 
     def first(self, work: Callable[[], T]) -> T:
         told: list[Any] = [None]
@@ -75,7 +76,7 @@ class Ranks:
             except Exception as caught:  # whatever it is, the others must not wait for it
                 error = caught
                 told = [(None, explain(caught))]
-        dist.broadcast_object_list(told, src=0)
+        dist.broadcast_object_list(told, group=self.members, group_src=0)
         value, failure = told[0]
         if failure is not None:
             raise error or failure
@@ -85,22 +86,22 @@ class Ranks:
     def any(self, wish: bool) -> bool:
         faulthandler.dump_traceback_later(STACKS_AT * find_timeout_s())
         told = torch.tensor([wish], dtype=torch.int32)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.members)
         return bool(told)
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.members)
         return values
 
     def highest(self, value: int) -> int:
         told = torch.tensor([value])
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.members)
         return int(told)
 
     def total(self, value: Tensor) -> Tensor:
         told = value.clone()
-        dist.all_reduce(told)
+        dist.all_reduce(told, group=self.members)
         return told
 
 

@@ -14,7 +14,7 @@ from training.rundir import RunDir, write_json
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-SCRIPT = Path(__file__).with_name("train_all.py")
+TRAINING = Path(__file__).with_name("train_all.py")
 
 LOSS, NORM, WEIGHTS = 1e-6, 5e-6, 2e-4
 """How far rounding takes two ranks from one, relative, and for weights to the largest of them. A wrong divisor is
@@ -34,9 +34,11 @@ class Case:
     attempt: int = 1
     stop_rank: int | None = None
     stop_check: int = 0
+    double: bool = False
+    "In the place of fp32 everything is computed in fp64."
 
 
-def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case]) -> list[list[int]]:
+def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case], script: Path = TRAINING) -> list[list[int]]:
     """All cases in their order, in one start; of each the exit codes of all ranks."""
     for case in cases:
         case.path.mkdir(exist_ok=True, parents=True)
@@ -44,7 +46,7 @@ def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case]) -> list[list
     with tempfile.TemporaryDirectory(dir=folder) as place:
         listed = Path(place) / "cases.json"
         write_json(listed, [{**asdict(case), "path": str(case.path)} for case in cases])
-        start_ranks(ranks, SCRIPT, listed)
+        start_ranks(ranks, script, listed)
         codes = [[listed.with_name(f"code-{number}-{rank}") for rank in range(ranks)] for number in range(len(cases))]
         return [[int(file.read_text()) for file in files] for files in codes]
 

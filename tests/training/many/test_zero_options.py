@@ -44,7 +44,7 @@ OFFLOADED = [
 ]
 EXCHANGED_2 = {
     **{"reduce_bucket_size": 1e3, "allgather_bucket_size": 1000, "overlap_comm": True, "reduce_scatter": False},
-    **{"use_multi_rank_bucket_allreduce": False, "parameter_alignment": True},
+    **{"use_multi_rank_bucket_allreduce": True, "parameter_alignment": True},
 }
 EXCHANGED_3 = {
     **{"reduce_bucket_size": 1000, "overlap_comm": True, "contiguous_gradients": False, "sub_group_size": 2000},
