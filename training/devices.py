@@ -1,23 +1,16 @@
 """The devices of a job: how many it asks for, and how its training is spread over them."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from training.adapter import Adapter
-from training.fields import Auto, Part, at, show, whole
+from training.fields import Auto, Part, at, whole
 
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Offload = Literal["none", "optimizer", "params"]
-_VALUES: dict[str, Any] = {"strategy": Strategy, "offload": Offload}
-
-NOT_OFFERED: set[tuple[str, object]] = {
-    ("offload", "optimizer"),
-    ("offload", "params"),
-}
-"""Values of the contract that this version refuses by name."""
 
 SIZES_NOT_OFFERED = {
     "tensor",
@@ -57,15 +50,15 @@ class Parallelism(Part):
     "Ranks among which the layers are split."
     expert: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the experts of a layer are split."
+    context: Annotated[int, whole(1, 1024)] = 1
+    "Ranks among which the tokens of each pass are split, for rows that do not fit one device."
     offload: Offload = "none"
-    "What is kept in the host's memory."
+    "What waits in the host's memory: what the optimizer keeps (zero1, zero2, zero3), or the weights too (zero3, fsdp)."
 
     @model_validator(mode="after")
     def _offered(self) -> Self:
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if (name, value) in NOT_OFFERED:
-                raise at(name, f"{show(value)} is not offered yet; there is {_list_offered(name)}", "not_offered")
             if name in SIZES_NOT_OFFERED and value != 1:
                 raise at(name, f"{value} is not offered yet; leave it at 1", "not_offered")
         return self
@@ -73,18 +66,24 @@ class Parallelism(Part):
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a run, all named: there are data x tensor x pipeline of them."""
+    """The ranks of a run, all named: there are data x context x tensor x pipeline of them."""
 
     strategy: Strategy
     data: int
     tensor: int
     pipeline: int
     expert: int
+    context: int = 1
     nodes: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.copies * self.tensor * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same weights, whole or in parts, and whose gradients are summed."""
+        return self.data * self.context
 
     @property
     def local_ranks(self) -> int:
@@ -95,11 +94,12 @@ class Layout:
 def make_layout(asked: Parallelism, resources: Resources) -> Layout:
     """Decided by the spec alone, before a host is known. Raises as a validator does, for sizes that do not go together
     with `resources.gpus`."""
-    of_model = asked.tensor * asked.pipeline
+    of_model = asked.context * asked.tensor * asked.pipeline
     gpus = None if resources.gpus in ("auto", 0) else int(resources.gpus)
     data = (gpus or of_model) // of_model if asked.data == "auto" else asked.data
     if gpus is not None and data * of_model != gpus:
         sizes = f"data {max(1, data)} x tensor {asked.tensor} x pipeline {asked.pipeline}"
+        sizes += f" x context {asked.context}" if asked.context > 1 else ""
         message = f"{sizes} takes {max(1, data) * of_model} GPUs, and resources.gpus is {gpus}; make them equal"
         raise at("parallelism.data", f'{message}, or leave data out ("auto")')
     nodes, ranks = resources.nodes, data * of_model
@@ -110,24 +110,44 @@ def make_layout(asked: Parallelism, resources: Resources) -> Layout:
         )
     strategy = asked.strategy
     if strategy == "auto":
-        strategy = "ddp" if data > 1 else "none"
-    return Layout(strategy, data, asked.tensor, asked.pipeline, asked.expert, nodes)
+        strategy = "ddp" if data * asked.context > 1 else "none"
+    return Layout(
+        strategy,
+        data=data,
+        tensor=asked.tensor,
+        pipeline=asked.pipeline,
+        expert=asked.expert,
+        context=asked.context,
+        nodes=nodes,
+    )
 
 
 def find_conflict(
-    layout: Layout, adapter: Adapter, optimizer: str, *, activation_offloading: bool
+    layout: Layout, adapter: Adapter, optimizer: str, *, activation_offloading: bool, offload: Offload = "none"
 ) -> PydanticCustomError | None:
     """What cannot run in this layout, with what can."""
     strategy = layout.strategy
-    if strategy == "none" and layout.data > 1:
-        return at("parallelism.strategy", f'"none" is for one device, and there are {layout.data}; set "auto" or "ddp"')
-    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.data == 1:
+    if offload == "optimizer" and not strategy.startswith("zero"):
+        how = '; "params" moves all of it' if strategy == "fsdp" else "; leave it out"
+        message = f'"optimizer" goes with "zero1", "zero2" and "zero3", and the strategy is "{strategy}"{how}'
+        return at("parallelism.offload", message)
+    if offload == "params" and strategy not in SHARDS_WEIGHTS:
+        how = '; "optimizer" moves what is split' if strategy in SHARDS_STATES else "; leave it out"
+        message = f'"params" goes with "fsdp" and "zero3", and the strategy is "{strategy}"{how}'
+        return at("parallelism.offload", message)
+    if strategy == "none" and layout.copies > 1:
+        message = f'"none" is for one device, and there are {layout.copies}; set "auto" or "ddp"'
+        return at("parallelism.strategy", message)
+    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.copies == 1:
         how = "set resources.gpus to 2 or more, on the CPU parallelism.data, or leave the strategy out"
         return at("parallelism.strategy", f'"{strategy}" needs several devices; {how}')
+    if layout.context > 1 and adapter.virtual_tokens:
+        return at("parallelism.context", f"a {adapter.type} stands before whole rows only; leave context at 1")
     if strategy not in SHARDS_STATES:
         return None
-    if adapter.type == "qlora":
-        return at("parallelism.strategy", f'"{strategy}" does not split quantised weights; "ddp" trains qlora')
+    if strategy in SHARDS_WEIGHTS and adapter.type == "qlora" and adapter.bits == 8:
+        message = f'"{strategy}" splits weights in 4 bits, not in 8; "zero2" and "ddp" train both'
+        return at("parallelism.strategy", message)
     if adapter.virtual_tokens:
         return at("parallelism.strategy", f'"{strategy}" does not split a {adapter.type}; "ddp" trains it')
     if strategy == "zero3" and adapter.is_low_rank and (adapter.use_dora or adapter.init == "pissa"):
@@ -144,8 +164,3 @@ def find_conflict(
         message = f'not together with "{strategy}", which moves tensors by itself; leave it out, or take "ddp"'
         return at("activation_offloading", message)
     return None
-
-
-def _list_offered(name: str) -> str:
-    offered = [f'"{value}"' for value in get_args(_VALUES[name]) if (name, value) not in NOT_OFFERED]
-    return " or ".join(part for part in (", ".join(offered[:-1]), offered[-1]) if part)

@@ -46,16 +46,20 @@ class Plan(Fact):
     plan_version: Literal[1] = 1
     device: Literal["cuda", "cpu"]
     ranks: int
-    "Processes, each with a device: data x tensor x pipeline."
+    "Processes, each with a device: data x context x tensor x pipeline."
     strategy: Strategy = "none"
     data: int = 1
     "Ranks among which the rows of a batch are shared."
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
+    "Ranks among which the tokens of a pass are split."
     nodes: int = 1
     "Hosts, among which the ranks are shared evenly."
     offload: Offload = "none"
+    deepspeed: dict[str, Any] | None = None
+    "What was given of a DeepSpeed config; it is laid over what is derived."
     seed: int
     steps: int
     steps_per_epoch: int
@@ -122,6 +126,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     attention = _attention(spec, hardware, device, precision, model, why)
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
     _require_gatherable(layout, model)
+    _require_cuttable(layout, model, attention)
     if layout.ranks > 1 and spec.parallelism.strategy == "auto":
         why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
     return Plan(
@@ -132,8 +137,10 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         expert=layout.expert,
+        context=layout.context,
         nodes=layout.nodes,
         offload=spec.parallelism.offload,
+        deepspeed=spec.deepspeed.as_config() if spec.deepspeed else None,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
@@ -166,7 +173,9 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
         lora_plus_ratio=spec.adapter.lora_plus_ratio,
-        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared),
+        memory=forecast_memory(
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+        ),
         compute=forecast_compute(
             spec,
             model,
@@ -192,6 +201,23 @@ def _require_gatherable(layout: Layout, model: ModelFacts) -> None:
         param = "parallelism.strategy"
         message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
         raise SpecError(message, param=param)
+
+
+def _require_cuttable(layout: Layout, model: ModelFacts, attention: Attention) -> None:
+    """Raises SpecError for a model whose rows cannot be computed in pieces."""
+    if layout.context == 1:
+        return
+    param, others = "parallelism.context", "leave it at 1, and take fsdp or zero3 where memory is short"
+    if attention != "sdpa" or not model.attends_to_all:
+        what = f"attention of {model.family}" if attention == "sdpa" else f'attention "{attention}"'
+        raise SpecError(f"{param}: {what} cannot be computed by heads that ranks exchange; {others}", param=param)
+    if model.attention_heads % layout.context:
+        heads = model.attention_heads
+        sizes = [size for size in range(2, heads + 1) if heads % size == 0]
+        fitting = f"{', '.join(map(str, sizes))} divide its {heads} heads"
+        raise SpecError(
+            f"{param}: {layout.context} does not divide the heads of {model.family}; {fitting}", param=param
+        )
 
 
 def make_max_seq_len(
@@ -313,7 +339,9 @@ def _fit(
 
     def forecast(micro: int, checkpointing: bool, offloading: bool) -> Memory:
         shared = _share_passes(spec, device, data, max_seq_len, micro, batch)
-        return forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared)
+        return forecast_memory(
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+        )
 
     def fits(micro: int, checkpointing: bool, offloading: bool) -> bool:
         return forecast(micro, checkpointing, offloading).total_bytes < room_bytes
@@ -340,7 +368,7 @@ def _fit(
     if not may_share_a_pass(spec.adapter):
         why["micro_batch_size"] = "8-bit layers, prefixes and prompts take one row a pass"
         return 1, checkpointing, offloading
-    longest, busy = min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device]
+    longest, busy = min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device] * spec.layout.context
     divisors = [n for n in range(batch, 0, -1) if batch % n == 0]
     why["micro_batch_size"] = f"the largest share of the batch that fits, up to {busy} tokens a pass"
     for micro in divisors:
@@ -355,7 +383,8 @@ def _share_passes(
     """Where a pass takes as many rows of a step as fit by their tokens, and not a micro-batch: how many of both."""
     if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter):
         return None
-    return batch, min(micro * min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device])
+    busy = BUSY_TOKENS[device] * spec.layout.context
+    return batch, min(micro * min(data.longest_tokens, max_seq_len), busy)
 
 
 def _asked_checkpointing(spec: JobSpec) -> bool | Auto:

@@ -20,8 +20,15 @@ from training.facts import ModelFacts
 from training.flops import tokens_per_parameter
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
-from training.rank.apart import depends_on_length, find_trial_passes, keeps_rows_apart
+from training.rank.apart import (
+    can_be_cut,
+    depends_on_length,
+    find_trial_passes,
+    keeps_rows_apart,
+    require_trainable,
+)
 from training.rank.checkpoint import Checkpoints, Progress, load_progress, load_state, load_weights
+from training.rank.context import split_passes
 from training.rank.copies import bring, find_place
 from training.rank.determinism import require_same_bits, train_once, warn_of_other_bits
 from training.rank.early_stopping import patience_is_out
@@ -194,7 +201,11 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
     if found:
         load_state(found, parallel)
     with parallel.compute():
-        find_head(get_base(model))  # tries the model once, which is not to count with the first step
+        # Both try the model once, which is not to count with the first step.
+        require_trainable(model, parallel.device, adapter)
+        find_head(get_base(model))
+    if plan.context > 1:
+        _share_passes(parallel, plan.context)
     limit = _make_pass_limit(this, parallel, plan, inputs)
     if plan.device == "cuda":
         _require_same_bits(this, parallel, limit)
@@ -213,6 +224,18 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
     )
 
 
+def _share_passes(parallel: Parallel, ranks: int) -> None:
+    """Let so many ranks compute pieces of one pass. Raises SpecError where a model cannot be computed so."""
+    base = get_base(parallel.model)
+    split_passes(base, ranks)
+    with parallel.compute():
+        fails = not can_be_cut(parallel.model, parallel.device, ranks)
+    if parallel.group.any(fails):
+        param = "parallelism.context"
+        message = f"{param}: this kind of model cannot be computed in pieces of a row; leave it at 1"
+        raise SpecError(f"{message}, and take fsdp or zero3 where memory is short", param=param)
+
+
 def _make_pass_limit(this: Attempt, parallel: Parallel, plan: Plan, inputs: Inputs) -> PassLimit:
     """The plan's; a row a pass where the model cannot tell rows apart, which changes the speed and not the result.
     Raises SpecError where rows are to be packed all the same."""
@@ -222,7 +245,8 @@ def _make_pass_limit(this: Attempt, parallel: Parallel, plan: Plan, inputs: Inpu
     spec = inputs.spec
     if may_share_a_pass(spec.adapter):
         # On a CPU whole passes take seconds: there they are tried where something hangs on their length.
-        is_long = plan.device == "cuda" or depends_on_length(inputs.config)
+        # Where ranks share a pass, it may be too long for one.
+        is_long = plan.context == 1 and (plan.device == "cuda" or depends_on_length(inputs.config))
         passes = find_trial_passes(inputs.training.examples, limit) if is_long else []
         with parallel.compute():
             mixes = not keeps_rows_apart(parallel.model, parallel.device, passes)

@@ -1,5 +1,5 @@
-"""Bytes that ranks exchange and keep, beside the theory of them (Rajbhandari et al. 2020, sections 3.1 and 7). All are of
-full fine-tuning in fp32 with Adam, where the paper has 16-bit weights and gradients."""
+"""Bytes that ranks exchange and keep, beside the theory of them (Rajbhandari et al. 2020, sections 3.1 and 7): of full
+fine-tuning in fp32 with Adam, where the paper has 16-bit weights and gradients."""
 
 import json
 from pathlib import Path
