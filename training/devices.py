@@ -22,7 +22,6 @@ NOT_OFFERED: set[tuple[str, object]] = {
 SIZES_NOT_OFFERED = {
     "tensor",
     "pipeline",
-    "expert",
 }
 """Fields that this version takes the value 1 of."""
 
@@ -54,7 +53,7 @@ class Parallelism(Part):
     pipeline: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the layers are split."
     expert: Annotated[int, whole(1, 1024)] = 1
-    "Ranks among which the experts of a layer are split."
+    "Data-parallel ranks among which the experts of a layer are split; each token is sent to the rank of its expert."
     offload: Offload = "none"
     "What is kept in the host's memory."
 
@@ -89,7 +88,7 @@ def make_layout(asked: Parallelism, resources: Resources) -> Layout:
     with `resources.gpus`."""
     of_model = asked.tensor * asked.pipeline
     gpus = None if resources.gpus in ("auto", 0) else int(resources.gpus)
-    data = (gpus or of_model) // of_model if asked.data == "auto" else asked.data
+    data = (gpus or of_model * asked.expert) // of_model if asked.data == "auto" else asked.data
     if gpus is not None and data * of_model != gpus:
         sizes = f"data {max(1, data)} x tensor {asked.tensor} x pipeline {asked.pipeline}"
         message = f"{sizes} takes {max(1, data) * of_model} GPUs, and resources.gpus is {gpus}; make them equal"
@@ -105,6 +104,8 @@ def find_conflict(
 ) -> PydanticCustomError | None:
     """What cannot run in this layout, with what can."""
     strategy = layout.strategy
+    if layout.expert > 1 and (conflict := _find_expert_conflict(layout, adapter, optimizer, activation_offloading)):
+        return conflict
     if strategy == "none" and layout.data > 1:
         return at("parallelism.strategy", f'"none" is for one device, and there are {layout.data}; set "auto" or "ddp"')
     if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.data == 1:
@@ -129,6 +130,26 @@ def find_conflict(
     if activation_offloading:
         message = f'not together with "{strategy}", which moves tensors by itself; leave it out, or take "ddp"'
         return at("activation_offloading", message)
+    return None
+
+
+def _find_expert_conflict(
+    layout: Layout, adapter: Adapter, optimizer: str, activation_offloading: bool
+) -> PydanticCustomError | None:
+    expert, param = layout.expert, "parallelism.expert"
+    if layout.tensor > 1 or layout.pipeline > 1:
+        return at(param, f"{expert} not together with tensor or pipeline; leave those at 1, or this")
+    if layout.data % expert:
+        message = f"experts are split among data-parallel ranks, and {expert} does not divide the {layout.data} of them"
+        return at(param, f"{message}; make parallelism.data a multiple of it, or leave it at 1")
+    if layout.strategy != "ddp":
+        return at(param, f'"{layout.strategy}" does not split experts; "ddp" does, or leave it at 1')
+    if adapter.type == "qlora":
+        return at(param, 'quantised models are loaded onto each device whole; "lora" is trained, or leave it at 1')
+    if optimizer != "adamw":
+        return at(param, f'the moments of {optimizer} are not split; take "adamw", or leave it at 1')
+    if activation_offloading:
+        return at("activation_offloading", "not together with parallelism.expert; leave one of them out")
     return None
 
 

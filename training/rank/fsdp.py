@@ -47,9 +47,9 @@ class Fsdp(DataParallel):
         norm = super()._find_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _whole(self, moments: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         keep = self.group.rank == 0
-        return {name: _gather(value, keep) if isinstance(value, DTensor) else value for name, value in moments.items()}
+        return {kind: _gather(value, keep) if isinstance(value, DTensor) else value for kind, value in moments.items()}
 
     def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:
         weight = self._trained[name]
