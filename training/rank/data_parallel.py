@@ -1,6 +1,8 @@
 """What strategies that share the rows of a batch among ranks have in common."""
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ class DataParallel(SingleDevice):
     def total(self, value: Tensor) -> Tensor:
         return self.data.total(value)
 
+    def _keep(self, whole: Tensor) -> Tensor:
+        """What rank 0 keeps of a tensor that was gathered on all ranks."""
+        return put_in_file(whole.detach(), self.scratch) if self.group.rank == 0 else whole.new_empty(0)
+
 
 class Passes(nn.Module):
     """Stands in for the model: a pass is more than one call of it, methods switch its adapters on and off, and the loss
@@ -39,6 +45,21 @@ class Passes(nn.Module):
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
+
+
+LARGE_BYTES = 2**20
+"""A tensor of so many is put into a file while it is written."""
+
+
+def put_in_file(whole: Tensor, folder: Path) -> Tensor:
+    """A copy that lies in a file without a name, gone with the tensor: the system takes its memory back when it needs
+    it, so that a model may be gathered that is larger than the memory of the host."""
+    if whole.numel() * whole.element_size() < LARGE_BYTES:
+        return whole.to("cpu", copy=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(whole.numel() * whole.element_size())
+        copy = torch.from_file(file.name, shared=True, size=whole.numel(), dtype=whole.dtype).view(whole.shape)
+    return copy.copy_(whole)
 
 
 def gather_each(model: nn.Module, group: Group, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

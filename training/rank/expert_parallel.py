@@ -84,13 +84,12 @@ class ExpertParallel(DataParallel):
         return (of_rest**2 + self.group.total(of_own**2) / self._copies.ranks).sqrt()
 
     def _gather(self, part: Tensor, cut: Cut | None) -> Tensor:
-        """The whole of a tensor, on the host of rank 0; others have none of it."""
-        whole = part
-        if cut is not None:
-            parts = [torch.empty_like(part) for _ in range(self._experts.ranks)] if self._experts.rank == 0 else None
-            dist.gather(part, parts, group=self._experts.members, group_dst=0)
-            whole = part if parts is None else cut.join(parts)
-        return whole.cpu() if self.group.rank == 0 else whole.new_empty(0)
+        """The whole of a tensor, on rank 0."""
+        if cut is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self._experts.ranks)] if self._experts.rank == 0 else []
+        dist.gather(part, parts or None, group=self._experts.members, group_dst=0)
+        return self._keep(cut.join(parts) if self.group.rank == 0 else part)
 
     def _cut_like(self, own: Tensor, whole: Tensor) -> Tensor:
         cut = self._cuts.get(own)

@@ -3,6 +3,7 @@
 import resource
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +31,8 @@ class Parallel(Protocol):
     "Among these the rows of a window are shared; each makes the same number of passes."
     loss_scale: LossScale | None
     "Only where gradients are computed in fp16."
+    scratch: Path
+    "A folder on a disk, where gathered tensors lie while they are written; the run directory."
     steps_by_engine: bool
     "Gradients must go to `backward`: a trial of the model by itself would leave half of one behind."
 
@@ -79,6 +82,7 @@ class SingleDevice:
     """One GPU, or the CPU."""
 
     data_rank, data_ranks = 0, 1
+    scratch = Path()
     steps_by_engine = False
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group | None = None) -> None:

@@ -171,6 +171,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
     if found and is_adapted(model):
         load_adapter(model, found / weights_name(model))
     parallel = build_parallel(model, plan, group)
+    parallel.scratch = this.run_dir.path
     if group.rank:
         _seed(plan.seed + group.rank)  # ranks drop different activations
     if found:

@@ -19,7 +19,7 @@ from training.rank.model import get_base
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 BUCKET_NUMBERS = 2**25
-"""Gradients that are summed over the ranks at once; the buffer for them is always there."""
+"""Gradients that are summed over the ranks at once, at most; stage 3 always keeps the buffer for them."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -69,12 +69,8 @@ class Zero(DataParallel):
             self._link_moments()
             for name, weight in self._trained.items():
                 # All ranks take part; the moments of one weight at a time are whole on each.
-                moments = {kind: safe_get_full_optimizer_state(weight, kind) for kind in MOMENTS}
-                if self.group.rank == 0:
-                    found[name] = {
-                        "step": steps[0].cpu().clone(),
-                        **{kind: whole.cpu() for kind, whole in moments.items()},
-                    }
+                moments = {kind: self._keep(safe_get_full_optimizer_state(weight, kind)) for kind in MOMENTS}
+                found[name] = {"step": steps[0].cpu().clone(), **moments}
         return {"state": found, **scale}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -130,9 +126,8 @@ class ZeroWeights(Zero):
         self._gather_persistent()
 
     def _gather(self, weight: Tensor) -> Tensor:
-        dtype = weight.dtype
         with _gathered(weight):
-            return weight.detach().to("cpu", dtype, copy=True) if self.group.rank == 0 else weight.new_empty(0)
+            return self._keep(weight)
 
     def _own_parts(self) -> list[Tensor]:
         parts: list[Tensor] = self._partitions.fp32_partitioned_groups_flat
@@ -178,7 +173,7 @@ def _start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     # would wait for it without an end. gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     stage = STAGES[plan.strategy]
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET_NUMBERS}
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(BUCKET_NUMBERS, plan.trained_parameters)}
     if stage == 3:
         # Modules are called in other orders than the last time, by evaluations and by preference methods: nothing is
         # fetched before it is asked for.
@@ -186,6 +181,8 @@ def _start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
         zero["stage3_param_persistence_threshold"] = 0
     else:
         zero["compute_grad_norm"] = False
+        # Each rank is sent its part of the sum, and not all of it.
+        zero["use_multi_rank_bucket_allreduce"] = False
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # the loop says which pass is the last

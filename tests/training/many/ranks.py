@@ -14,7 +14,7 @@ from training.rundir import RunDir, write_json
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-SCRIPT = Path(__file__).with_name("train_all.py")
+TRAINING = Path(__file__).with_name("train_all.py")
 
 LOSS, NORM, WEIGHTS = 1e-6, 5e-6, 2e-4
 """How far rounding takes two ranks from one, relative, and for weights to the largest of them. A wrong divisor is
@@ -36,7 +36,7 @@ class Case:
     stop_check: int = 0
 
 
-def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case]) -> list[list[int]]:
+def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case], script: Path = TRAINING) -> list[list[int]]:
     """All cases in their order, in one start; of each the exit codes of all ranks."""
     for case in cases:
         case.path.mkdir(exist_ok=True, parents=True)
@@ -45,7 +45,7 @@ def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case]) -> list[list
         listed = Path(place) / "cases.json"
         write_json(listed, [{**asdict(case), "path": str(case.path)} for case in cases])
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-        command = [*torchrun, "--local-addr=127.0.0.1", str(SCRIPT), str(listed)]
+        command = [*torchrun, "--local-addr=127.0.0.1", str(script), str(listed)]
         made = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=560)
         assert made.returncode == 0, made.stderr[-8000:]
         codes = [[listed.with_name(f"code-{number}-{rank}") for rank in range(ranks)] for number in range(len(cases))]
