@@ -121,7 +121,7 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
     """
     full = adapter.type == "full"
     device = "cpu" if plan.strategy in SHARDS_WEIGHTS or plan.expert > 1 else plan.device
-    dtype = torch.float32 if full else DTYPES[plan.precision]
+    dtype = DTYPES["fp32" if full else plan.precision]
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":
         extra = {"quantization_config": make_quantization(adapter, dtype), "device_map": {"": device}}

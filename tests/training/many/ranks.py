@@ -34,6 +34,8 @@ class Case:
     attempt: int = 1
     stop_rank: int | None = None
     stop_check: int = 0
+    double: bool = False
+    "In the place of fp32 everything is computed in fp64."
 
 
 def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case], script: Path = TRAINING) -> list[list[int]]:

@@ -1,12 +1,12 @@
-"""Bytes that ranks exchange and keep, beside the theory of them (Rajbhandari et al. 2020, sections 3.1 and 7). All are of
-full fine-tuning in fp32 with Adam, where the paper has 16-bit weights and gradients."""
+"""Bytes that ranks exchange and keep, beside the theory of them (Rajbhandari et al. 2020, sections 3.1 and 7): of full
+fine-tuning in fp32 with Adam, where the paper has 16-bit weights and gradients."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.tiny import make_body, make_rows, make_tokenizer, write_rows
 from tests.training.many.ranks import Case, on_ranks, train_on_ranks
