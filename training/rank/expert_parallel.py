@@ -71,7 +71,8 @@ class ExpertParallel(DataParallel):
         for weight, ranks in zip(trained, used.tolist(), strict=True):
             if ranks:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                dist.all_reduce(weight.grad, group=self._keepers(weight))
+                if weight not in self._cuts or self._copies.ranks > 1:
+                    dist.all_reduce(weight.grad, group=self._keepers(weight))
 
     def _keepers(self, weight: Tensor) -> dist.ProcessGroup | None:
         return self._copies.members if weight in self._cuts else None
