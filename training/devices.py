@@ -35,6 +35,8 @@ SHARDS_STATES = {"fsdp", "zero1", "zero2", "zero3"}
 class Resources(Part):
     gpus: Annotated[int | Auto, whole(0, auto=True)] = "auto"
     "GPUs of the job; auto is one where the host has GPUs, else the CPU. 0 asks for the CPU."
+    nodes: Annotated[int, whole(1, 128)] = 1
+    "Hosts among which the ranks are shared evenly; `gpus` is of all of them together."
     priority: Annotated[int, whole(-100, 100)] = 0
     "Higher goes first."
     max_attempts: Annotated[int, whole(1, 20)] = 3
@@ -54,6 +56,8 @@ class Parallelism(Part):
     "Ranks among which the layers are split."
     expert: Annotated[int, whole(1, 1024)] = 1
     "Data-parallel ranks among which the experts of a layer are split; each token is sent to the rank of its expert."
+    context: Annotated[int, whole(1, 1024)] = 1
+    "Ranks among which the tokens of each pass are split, for rows that do not fit one device."
     offload: Offload = "none"
     "What is kept in the host's memory."
 
@@ -70,33 +74,60 @@ class Parallelism(Part):
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a run, all named: there are data x tensor x pipeline of them."""
+    """The ranks of a run, all named: there are data x context x tensor x pipeline of them."""
 
     strategy: Strategy
     data: int
     tensor: int
     pipeline: int
     expert: int
+    context: int = 1
+    nodes: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.copies * self.tensor * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same weights, whole or in parts, and whose gradients are summed."""
+        return self.data * self.context
+
+    @property
+    def local_ranks(self) -> int:
+        """On each node; ranks that follow each other are on one node."""
+        return self.ranks // self.nodes
 
 
 def make_layout(asked: Parallelism, resources: Resources) -> Layout:
     """Decided by the spec alone, before a host is known. Raises as a validator does, for sizes that do not go together
     with `resources.gpus`."""
-    of_model = asked.tensor * asked.pipeline
+    of_model = asked.context * asked.tensor * asked.pipeline
     gpus = None if resources.gpus in ("auto", 0) else int(resources.gpus)
     data = (gpus or of_model * asked.expert) // of_model if asked.data == "auto" else asked.data
     if gpus is not None and data * of_model != gpus:
         sizes = f"data {max(1, data)} x tensor {asked.tensor} x pipeline {asked.pipeline}"
+        sizes += f" x context {asked.context}" if asked.context > 1 else ""
         message = f"{sizes} takes {max(1, data) * of_model} GPUs, and resources.gpus is {gpus}; make them equal"
         raise at("parallelism.data", f'{message}, or leave data out ("auto")')
+    nodes, ranks = resources.nodes, data * of_model
+    if ranks % nodes:
+        what = f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be shared evenly among {nodes} nodes"
+        raise at(
+            "resources.nodes", f"{what}; set resources.gpus, on the CPU parallelism.data, to a multiple of {nodes}"
+        )
     strategy = asked.strategy
     if strategy == "auto":
-        strategy = "ddp" if data > 1 else "none"
-    return Layout(strategy, data, asked.tensor, asked.pipeline, asked.expert)
+        strategy = "ddp" if data * asked.context > 1 else "none"
+    return Layout(
+        strategy,
+        data=data,
+        tensor=asked.tensor,
+        pipeline=asked.pipeline,
+        expert=asked.expert,
+        context=asked.context,
+        nodes=nodes,
+    )
 
 
 def find_conflict(
@@ -106,11 +137,14 @@ def find_conflict(
     strategy = layout.strategy
     if layout.expert > 1 and (conflict := _find_expert_conflict(layout, adapter, optimizer, activation_offloading)):
         return conflict
-    if strategy == "none" and layout.data > 1:
-        return at("parallelism.strategy", f'"none" is for one device, and there are {layout.data}; set "auto" or "ddp"')
-    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.data == 1:
+    if strategy == "none" and layout.copies > 1:
+        message = f'"none" is for one device, and there are {layout.copies}; set "auto" or "ddp"'
+        return at("parallelism.strategy", message)
+    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.copies == 1:
         how = "set resources.gpus to 2 or more, on the CPU parallelism.data, or leave the strategy out"
         return at("parallelism.strategy", f'"{strategy}" needs several devices; {how}')
+    if layout.context > 1 and adapter.virtual_tokens:
+        return at("parallelism.context", f"a {adapter.type} stands before whole rows only; leave context at 1")
     if strategy not in SHARDS_STATES:
         return None
     if adapter.type == "qlora":
@@ -137,8 +171,9 @@ def _find_expert_conflict(
     layout: Layout, adapter: Adapter, optimizer: str, activation_offloading: bool
 ) -> PydanticCustomError | None:
     expert, param = layout.expert, "parallelism.expert"
-    if layout.tensor > 1 or layout.pipeline > 1:
-        return at(param, f"{expert} not together with tensor or pipeline; leave those at 1, or this")
+    others = [name for name in ("tensor", "pipeline", "context") if getattr(layout, name) > 1]
+    if others:
+        return at(param, f"experts are split among data-parallel ranks alone; leave {others[0]} at 1, or this")
     if layout.data % expert:
         message = f"experts are split among data-parallel ranks, and {expert} does not divide the {layout.data} of them"
         return at(param, f"{message}; make parallelism.data a multiple of it, or leave it at 1")

@@ -54,6 +54,8 @@ class ModelFacts(Fact):
     attention_heads: int = 0
     has_fused_attention: bool = True
     "Whether transformers has PyTorch's fused attention for this family."
+    attends_to_all: bool = True
+    "Whether every layer attends to all that stands before a place, and not to a window of it."
     stacked_parameters: int = 0
     "Of the frozen ones, experts in stacks that have adapters: peft computes their sum with the adapter in each pass."
     experts: int = 0

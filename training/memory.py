@@ -40,6 +40,7 @@ def forecast_memory(
 ) -> Memory:
     """Bytes by part on each device.
 
+    With context parallelism a rank has its piece of a pass, whose trained tokens may all be in it.
     Model states as in ZeRO (Rajbhandari et al. 2020, section 3.1): what is trained is kept in fp32 with its gradient
     and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations are counted as Korthikanti
     et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
@@ -60,6 +61,7 @@ def forecast_memory(
     passes = 2 if spec.method.type == "dpo" else 1
     pass_tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
     rows, tokens = shared or (micro_batch_size, pass_tokens)
+    pass_tokens = math.ceil(pass_tokens / spec.layout.context)
     trained_tokens = max(
         micro_batch_size * data.longest_trained_tokens, min(tokens, rows * data.longest_trained_tokens)
     )
@@ -67,7 +69,7 @@ def forecast_memory(
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
     kept_bytes = _kept_bytes(spec, width, model, passes, pass_tokens, gradient_checkpointing, activation_offloading)
     weights_bytes = _weights_bytes(spec, width, model)
-    strategy, ranks = spec.layout.strategy, spec.layout.data
+    strategy, ranks = spec.layout.strategy, spec.layout.copies
     gathered_bytes = _gathered_bytes(model, weights_bytes) if strategy in SHARDS_WEIGHTS else 0
     # DeepSpeed steps a copy of the weights, also where they are fp32 themselves.
     master_bytes = model.trained_parameters * 4 if strategy.startswith("zero") else 0
@@ -159,7 +161,7 @@ def _logits_bytes(trained_tokens: int, model: ModelFacts) -> int:
 def _needs_mask(spec: JobSpec, rows_per_pass: int) -> bool:
     """Whether rows that share a pass are told by a mask, once a pass."""
     packed = isinstance(spec.hyper, NextTokenHyperparameters) and spec.hyper.packing is True
-    return spec.attention != "flash" and (packed or rows_per_pass > 1)
+    return spec.attention != "flash" and spec.layout.context == 1 and (packed or rows_per_pass > 1)
 
 
 def bits_per_weight(adapter: Adapter) -> float:

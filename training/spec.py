@@ -239,6 +239,8 @@ class JobSpec(Part):
     def _fits_its_devices(self) -> Self:
         layout, offloading = self.layout, self.activation_offloading is True
         conflict = find_conflict(layout, self.adapter, self.hyper.optimizer, activation_offloading=offloading)
+        if conflict is None and layout.context > 1 and self.has_reference:
+            conflict = at("parallelism.context", f"{self.method.type} needs whole rows on a rank; leave it at 1")
         if conflict is not None:
             raise conflict
         self._require_whole_cuts(layout.data)

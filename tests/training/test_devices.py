@@ -1,14 +1,17 @@
 """How a job is spread over devices: which mixes are offered, and what is said of the others."""
 
+import argparse
 from typing import Any
 
 import pytest
 from test_plan import A100, SMOL, plan_for
 
-from training.devices import Strategy
+from training.devices import Layout, Strategy
 from training.errors import SpecError
 from training.hardware import Hardware
 from training.memory import share_states
+from training.node import add_arguments, find_node
+from training.plan import choose_device
 from training.spec import parse_spec
 
 EIGHT = Hardware(
@@ -49,6 +52,81 @@ def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
 ) -> None:
     spec = parse_spec({"model": "m", "training_file": "f", "resources": {"gpus": gpus}, "parallelism": asked})
     assert (spec.layout.strategy, spec.layout.ranks, spec.layout.data) == (strategy, ranks, ranks)
+
+
+@pytest.mark.parametrize(
+    ("resources", "data", "ranks", "local_ranks"),
+    [
+        ({"gpus": 16, "nodes": 2}, "auto", 16, 8),
+        ({"gpus": 3, "nodes": 3}, "auto", 3, 1),
+        ({"gpus": 0, "nodes": 2}, 4, 4, 2),
+        ({"nodes": 2}, 2, 2, 1),
+        ({"gpus": 4}, "auto", 4, 4),
+    ],
+)
+def test_ranks_are_shared_evenly_among_the_nodes(
+    resources: dict[str, Any], data: int | str, ranks: int, local_ranks: int
+) -> None:
+    body = {"model": "m", "training_file": "f", "resources": resources, "parallelism": {"data": data}}
+    layout = parse_spec(body).layout
+    assert (layout.nodes, layout.ranks, layout.local_ranks) == (resources.get("nodes", 1), ranks, local_ranks)
+
+
+@pytest.mark.parametrize(
+    ("resources", "data", "words"),
+    [
+        ({"gpus": 3, "nodes": 2}, "auto", "3 ranks cannot be shared evenly among 2 nodes; set resources.gpus"),
+        ({"nodes": 2}, "auto", "1 rank cannot be shared evenly among 2 nodes"),
+        ({"gpus": 0, "nodes": 2}, 3, "on the CPU parallelism.data, to a multiple of 2"),
+        ({"nodes": 0}, "auto", "from 1 to 128"),
+    ],
+)
+def test_nodes_that_cannot_be_given_as_many_ranks_each_are_refused(
+    resources: dict[str, Any], data: int | str, words: str
+) -> None:
+    error = refuse(resources=resources, parallelism={"data": data})
+    assert error.param == "resources.nodes"
+    assert words in error.message
+
+
+def test_each_host_needs_its_share_of_the_gpus_alone() -> None:
+    body = {"model": "m", "training_file": "f", "resources": {"gpus": 16, "nodes": 2}}
+    assert choose_device(parse_spec(body), EIGHT) == "cuda"
+    body["resources"] = {"gpus": 18, "nodes": 2}
+    with pytest.raises(SpecError, match=r"resources\.gpus: 18 asked on 2 nodes, 9 on each, this host has 8"):
+        choose_device(parse_spec(body), EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "words"),
+    [
+        (2, [], "resources.nodes: the run is on 2 hosts; start it on each, with --node-rank 0 to 1 and --rendezvous"),
+        (2, ["--node-rank", "1"], "and --rendezvous HOST:PORT, an address of node 0"),
+        (2, ["--node-rank", "2", "--rendezvous", "h:1"], "--node-rank: 2 is not one of 0 to 1"),
+        (2, ["--node-rank", "0", "--rendezvous", "h"], '"h" is not HOST:PORT, such as'),
+        (2, ["--node-rank", "0", "--rendezvous", "h:70000"], '"h:70000" is not HOST:PORT'),
+        (1, ["--node-rank", "0"], "--node-rank: resources.nodes of the spec is 1; leave it out"),
+        (1, ["--local-addr", "10.0.0.1"], "--local-addr: resources.nodes of the spec is 1"),
+    ],
+)
+def test_a_command_line_that_does_not_fit_the_nodes_is_refused(nodes: int, given: list[str], words: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes))
+    assert words in refused.value.message
+
+
+@pytest.mark.parametrize("place", ["10.0.0.1:29500", "first.hosts.local:29500", "[fd00::1]:29500"])
+def test_a_command_says_of_a_node_what_it_was_told(place: str) -> None:
+    given = ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
+    node = find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, 2))
+    assert node is not None
+    assert node.as_arguments() == ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
+
+
+def parse_arguments(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(given)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +211,7 @@ def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() ->
             '"fsdp" does not split experts; "ddp"',
         ),
         ({"parallelism": {"expert": 2, "strategy": "zero2"}}, "parallelism.expert", '"zero2" does not split experts'),
+        ({"parallelism": {"expert": 2, "context": 2}}, "parallelism.expert", "leave context at 1, or this"),
         ({"adapter": {"type": "qlora"}}, "parallelism.expert", '"lora" is trained'),
         ({"hyper": {"optimizer": "adamw_8bit"}}, "parallelism.expert", 'take "adamw"'),
         ({"activation_offloading": True}, "activation_offloading", "leave one of them out"),
@@ -266,3 +345,27 @@ def test_model_states_of_a_rank_are_16_bytes_a_parameter_or_their_share(strategy
     states = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     assert states == pytest.approx(numbers * SMOL.parameters, abs=3)
     assert plan.activation_offloading is False
+
+
+def test_context_is_not_for_preferences_and_prefixes() -> None:
+    parallelism = {"context": 2}
+    for more in ({"method": {"type": "dpo"}}, {"method": {"type": "kto"}}, {"adapter": {"type": "prompt"}}):
+        assert refuse(parallelism=parallelism, **more).param == "parallelism.context"
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "said"),
+    [
+        ({"attention_heads": 9}, {}, "parallelism.context: 2 does not divide the heads of llama; 3, 9 divide its 9"),
+        ({"attends_to_all": False}, {}, "parallelism.context: attention of llama cannot be computed by heads"),
+        ({"attention_heads": 8}, {"attention": "eager"}, 'parallelism.context: attention "eager" cannot be computed'),
+    ],
+)
+def test_a_model_that_cannot_be_cut_into_pieces_of_rows_is_refused(
+    model: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    facts = SMOL.model_copy(update=model)
+    with pytest.raises(SpecError) as refused:
+        plan_for(model=facts, parallelism={"context": 2}, resources={"gpus": 0}, **asked)
+    assert refused.value.message.startswith(said)
+    assert refused.value.param == "parallelism.context"

@@ -16,16 +16,17 @@ from training.rank.parallel import SingleDevice
 
 
 class DataParallel(SingleDevice):
-    """Rows are shared among `data`, all ranks where it is not given, and gradients are averaged over them. Other ranks
-    are at work on the same rows (mesh.py)."""
+    """Rows, and pieces of them with context parallelism, are shared among `data`, all ranks where it is not given, and
+    gradients are averaged over them. Other ranks are at work on the same ones (mesh.py)."""
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, data: Group | None = None) -> None:
         super().__init__(model, plan, group)
         self.data = data or group
-        self.data_rank, self.data_ranks = self.data.rank, self.data.ranks
+        # Neighbours share a row.
+        self.data_rank, self.data_ranks = self.data.rank // plan.context, self.data.ranks // plan.context
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        super().backward(loss * self.data_ranks, last=last)  # for it is averaged over them
+        super().backward(loss * self.data.ranks, last=last)  # for it is averaged over them
 
     def total(self, value: Tensor) -> Tensor:
         return self.data.total(value)

@@ -36,7 +36,7 @@ class Zero(DataParallel):
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        factor = self.data_ranks * (1.0 if self.loss_scale is None else self.loss_scale.factor)  # it averages over them
+        factor = self.data.ranks * (1.0 if self.loss_scale is None else self.loss_scale.factor)  # it averages over them
         self._engine.backward(self._engine(lambda: loss * factor), scale_wrt_gas=False)
 
     def clip(self) -> Tensor:
@@ -138,8 +138,8 @@ class ZeroWeights(Zero):
 
         # Each rank's part is as long as that of any other; the last is filled up with zeros.
         numbers = weight.partition_numel()
-        padded = nn.functional.pad(whole.flatten(), (0, numbers * self.data_ranks - whole.numel()))
-        safe_set_local_optimizer_state(weight, padded.narrow(0, numbers * self.data_rank, numbers), kind)
+        padded = nn.functional.pad(whole.flatten(), (0, numbers * self.data.ranks - whole.numel()))
+        safe_set_local_optimizer_state(weight, padded.narrow(0, numbers * self.data.rank, numbers), kind)
 
     def _link_moments(self) -> None:
         """Here they are found by the place of their weight."""
