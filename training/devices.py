@@ -15,7 +15,6 @@ Offload = Literal["none", "optimizer", "params"]
 SIZES_NOT_OFFERED = {
     "tensor",
     "pipeline",
-    "expert",
 }
 """Fields that this version takes the value 1 of."""
 
@@ -49,7 +48,7 @@ class Parallelism(Part):
     pipeline: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the layers are split."
     expert: Annotated[int, whole(1, 1024)] = 1
-    "Ranks among which the experts of a layer are split."
+    "Data-parallel ranks among which the experts of a layer are split; each token is sent to the rank of its expert."
     context: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the tokens of each pass are split, for rows that do not fit one device."
     offload: Offload = "none"
@@ -96,7 +95,7 @@ def make_layout(asked: Parallelism, resources: Resources) -> Layout:
     with `resources.gpus`."""
     of_model = asked.context * asked.tensor * asked.pipeline
     gpus = None if resources.gpus in ("auto", 0) else int(resources.gpus)
-    data = (gpus or of_model) // of_model if asked.data == "auto" else asked.data
+    data = (gpus or of_model * asked.expert) // of_model if asked.data == "auto" else asked.data
     if gpus is not None and data * of_model != gpus:
         sizes = f"data {max(1, data)} x tensor {asked.tensor} x pipeline {asked.pipeline}"
         sizes += f" x context {asked.context}" if asked.context > 1 else ""
@@ -135,6 +134,8 @@ def find_conflict(
         how = '; "optimizer" moves what is split' if strategy in SHARDS_STATES else "; leave it out"
         message = f'"params" goes with "fsdp" and "zero3", and the strategy is "{strategy}"{how}'
         return at("parallelism.offload", message)
+    if layout.expert > 1 and (conflict := _find_expert_conflict(layout, adapter, optimizer, activation_offloading)):
+        return conflict
     if strategy == "none" and layout.copies > 1:
         message = f'"none" is for one device, and there are {layout.copies}; set "auto" or "ddp"'
         return at("parallelism.strategy", message)
@@ -163,4 +164,25 @@ def find_conflict(
     if activation_offloading:
         message = f'not together with "{strategy}", which moves tensors by itself; leave it out, or take "ddp"'
         return at("activation_offloading", message)
+    return None
+
+
+def _find_expert_conflict(
+    layout: Layout, adapter: Adapter, optimizer: str, activation_offloading: bool
+) -> PydanticCustomError | None:
+    expert, param = layout.expert, "parallelism.expert"
+    others = [name for name in ("tensor", "pipeline", "context") if getattr(layout, name) > 1]
+    if others:
+        return at(param, f"experts are split among data-parallel ranks alone; leave {others[0]} at 1, or this")
+    if layout.data % expert:
+        message = f"experts are split among data-parallel ranks, and {expert} does not divide the {layout.data} of them"
+        return at(param, f"{message}; make parallelism.data a multiple of it, or leave it at 1")
+    if layout.strategy != "ddp":
+        return at(param, f'"{layout.strategy}" does not split experts; "ddp" does, or leave it at 1')
+    if adapter.type == "qlora":
+        return at(param, 'quantised models are loaded onto each device whole; "lora" is trained, or leave it at 1')
+    if optimizer != "adamw":
+        return at(param, f'the moments of {optimizer} are not split; take "adamw", or leave it at 1')
+    if activation_offloading:
+        return at("activation_offloading", "not together with parallelism.expert; leave one of them out")
     return None

@@ -58,8 +58,10 @@ def forecast_memory(
     as activations: embeddings and head, and two layers, the one that is computed and the next. What is offloaded counts
     on the host where the device is a GPU, and on a CPU as if it were not.
 
-    A pass has `micro_batch_size` of the longest rows, or of shorter ones as many rows and tokens as `shared` says.
+    A pass has `micro_batch_size` of the longest rows, or of shorter ones as many rows and tokens as `shared` says. Of
+    split experts a rank keeps its share, and as many tokens are taken to come to it as it sends.
     """
+    model = _share_experts(model, spec.layout.expert)
     width = 4 if precision == "fp32" else 2
     # The loss of a pair needs both of its sides at once.
     passes = 2 if spec.method.type == "dpo" else 1
@@ -94,6 +96,20 @@ def forecast_memory(
         host_bytes=sum(parts[name] for name in on_host),
         activations_bytes=kept_bytes + MASK_BYTES * mask_numbers + unpacked_bytes + gathered_bytes,
         logits_bytes=_logits_bytes(passes * trained_tokens, model),
+    )
+
+
+def _share_experts(model: ModelFacts, ranks: int) -> ModelFacts:
+    """What a rank keeps of a model whose experts are split among so many."""
+    others, of_trained = (
+        count - math.ceil(count / ranks) for count in (model.expert_parameters, model.trained_expert_parameters)
+    )
+    return model.model_copy(
+        update={
+            "parameters": model.parameters - others,
+            "trained_parameters": model.trained_parameters - of_trained,
+            "stacked_parameters": math.ceil(model.stacked_parameters / ranks),
+        }
     )
 
 

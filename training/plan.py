@@ -126,9 +126,11 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     attention = _attention(spec, hardware, device, precision, model, why)
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
     _require_gatherable(layout, model)
+    _require_experts(layout, model)
     _require_cuttable(layout, model, attention)
     if layout.ranks > 1 and spec.parallelism.strategy == "auto":
-        why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
+        kept = "the whole model" if layout.expert == 1 else "all but the experts of others"
+        why["strategy"] = f"each device keeps {kept} and gradients are summed, which costs least time; see fsdp"
     return Plan(
         device=device,
         ranks=layout.ranks,
@@ -201,6 +203,18 @@ def _require_gatherable(layout: Layout, model: ModelFacts) -> None:
         param = "parallelism.strategy"
         message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
         raise SpecError(message, param=param)
+
+
+def _require_experts(layout: Layout, model: ModelFacts) -> None:
+    """Raises SpecError for a model whose experts cannot be split in so many parts."""
+    param = "parallelism.expert"
+    if layout.expert > 1 and not model.experts:
+        message = f"{param}: {model.family} has no experts that can be split among ranks; leave it at 1"
+        raise SpecError(message, param=param)
+    if model.experts and model.experts % layout.expert:
+        fitting = [parts for parts in range(2, model.experts + 1) if model.experts % parts == 0]
+        what = f"{layout.expert} does not divide the {model.experts} experts of a layer"
+        raise SpecError(f"{param}: {what}; {' and '.join(map(str, fitting))} do", param=param)
 
 
 def _require_cuttable(layout: Layout, model: ModelFacts, attention: Attention) -> None:
@@ -400,6 +414,9 @@ def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool |
     asked = spec.activation_offloading
     if spec.layout.strategy in SHARDS_STATES and asked == "auto":
         why["activation_offloading"] = f"not together with {spec.layout.strategy}, which moves tensors by itself"
+        return False
+    if spec.layout.expert > 1 and asked == "auto":
+        why["activation_offloading"] = "not together with experts that are split"
         return False
     if device == "cuda" or asked is False:
         return asked

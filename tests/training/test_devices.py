@@ -42,6 +42,9 @@ def refuse(hyper: dict[str, Any] | None = None, **more: Any) -> SpecError:
         (2, {"strategy": "zero1"}, "zero1", 2),
         (2, {"strategy": "zero2"}, "zero2", 2),
         (0, {"data": 2, "strategy": "zero3"}, "zero3", 2),
+        (4, {"expert": 2}, "ddp", 4),
+        (0, {"expert": 2}, "ddp", 2),
+        (0, {"data": 6, "expert": 3}, "ddp", 6),
     ],
 )
 def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
@@ -108,14 +111,14 @@ def test_each_host_needs_its_share_of_the_gpus_alone() -> None:
 )
 def test_a_command_line_that_does_not_fit_the_nodes_is_refused(nodes: int, given: list[str], words: str) -> None:
     with pytest.raises(SpecError) as refused:
-        find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes))
+        find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes=nodes))
     assert words in refused.value.message
 
 
 @pytest.mark.parametrize("place", ["10.0.0.1:29500", "first.hosts.local:29500", "[fd00::1]:29500"])
 def test_a_command_says_of_a_node_what_it_was_told(place: str) -> None:
     given = ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
-    node = find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, 2))
+    node = find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes=2))
     assert node is not None
     assert node.as_arguments() == ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
 
@@ -220,7 +223,75 @@ def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() ->
         )
 
 
-@pytest.mark.parametrize("asked", [{"strategy": "zero9"}, {"tensor": 2}, {"pipeline": 2}, {"expert": 2}])
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        (
+            {"parallelism": {"expert": 3}},
+            "parallelism.expert",
+            "3 does not divide the 4 of them; make parallelism.data",
+        ),
+        ({"parallelism": {"expert": 8}}, "parallelism.expert", "8 does not divide the 4 of them"),
+        (
+            {"parallelism": {"expert": 2, "strategy": "fsdp"}},
+            "parallelism.expert",
+            '"fsdp" does not split experts; "ddp"',
+        ),
+        ({"parallelism": {"expert": 2, "strategy": "zero2"}}, "parallelism.expert", '"zero2" does not split experts'),
+        ({"parallelism": {"expert": 2, "context": 2}}, "parallelism.expert", "leave context at 1, or this"),
+        ({"adapter": {"type": "qlora"}}, "parallelism.expert", '"lora" is trained'),
+        ({"hyper": {"optimizer": "adamw_8bit"}}, "parallelism.expert", 'take "adamw"'),
+        ({"activation_offloading": True}, "activation_offloading", "leave one of them out"),
+    ],
+)
+def test_experts_that_cannot_be_split_so_are_refused_with_what_can(
+    more: dict[str, Any], param: str, words: str
+) -> None:
+    error = refuse(**{"resources": {"gpus": 4}, "parallelism": {"expert": 2}, **more})
+    assert error.param == param
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("experts", "expert", "words"),
+    [
+        (0, 2, "llama has no experts that can be split among ranks; leave it at 1"),
+        (6, 4, "4 does not divide the 6 experts of a layer; 2 and 3 and 6 do"),
+        (6, 8, "8 does not divide the 6 experts of a layer; 2 and 3 and 6 do"),
+    ],
+)
+def test_experts_are_split_among_ranks_that_divide_them(experts: int, expert: int, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as refused:
+        plan_for(
+            hardware=EIGHT,
+            model=SMOL.model_copy(update={"experts": experts}),
+            resources={"gpus": 8},
+            parallelism={"expert": expert},
+        )
+    assert refused.value.param == "parallelism.expert"
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_rank_keeps_its_share_of_the_experts_and_all_else(kind: str) -> None:
+    """Of the weights, and of what is trained in 16 bytes each, a quarter of what belongs to experts."""
+    full = kind == "full"
+    whole = {"experts": 8, "parameters": 900, "expert_parameters": 800, "trained_parameters": 900 if full else 90}
+    whole["trained_expert_parameters"] = 800 if full else 80
+    plan = plan_for(
+        hardware=EIGHT,
+        model=SMOL.model_copy(update=whole),
+        resources={"gpus": 8},
+        adapter={"type": kind},
+        parallelism={"expert": 4},
+        precision="bf16",
+    )
+    states = plan.memory.weights_bytes + plan.memory.gradients_bytes + plan.memory.optimizer_bytes
+    assert states == (16 * 300 if full else 2 * 300 + 16 * 30)
+    assert (plan.ranks, plan.data, plan.expert, plan.activation_offloading) == (8, 8, 4, False)
+    assert plan.parameters == 900
+
+
+@pytest.mark.parametrize("asked", [{"strategy": "zero9"}, {"tensor": 2}, {"pipeline": 2}])
 def test_what_is_not_offered_yet_is_refused_by_its_value(asked: dict[str, Any]) -> None:
     (name,) = asked
     error = refuse(parallelism=asked, resources={"gpus": 2})

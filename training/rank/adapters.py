@@ -7,7 +7,18 @@ from torch import nn
 
 from training.adapter import Adapter
 from training.errors import SpecError
-from training.rank.lora import add_lora, count_lora_parameters, find_layers, is_conv1d, list_linear, width_of
+from training.rank.experts import list_split
+from training.rank.lora import (
+    add_lora,
+    count_lora_parameters,
+    count_of_stacks,
+    find_layers,
+    find_saved_modules,
+    find_targets,
+    is_conv1d,
+    list_linear,
+    width_of,
+)
 from training.rank.source import Source
 
 IA3_LAYERS = (
@@ -37,6 +48,16 @@ def count_trained(model: nn.Module, adapter: Adapter) -> int:
             return adapter.num_virtual_tokens * text.num_hidden_layers * 2 * _prefix_width(text)
         case _:
             return count_lora_parameters(model, adapter)
+
+
+def count_trained_experts(model: nn.Module, adapter: Adapter) -> int:
+    """As above, of what belongs to one of the experts of a layer."""
+    if adapter.type != "full" and not adapter.is_low_rank:
+        return 0
+    saved = [""] if adapter.type == "full" else find_saved_modules(model, adapter)
+    holders = {module for name in saved for module in model.get_submodule(name).modules()}
+    whole = sum(weight.numel() for module in holders for weight in list_split(module).values())
+    return whole if adapter.type == "full" else whole + count_of_stacks(model, adapter, find_targets(model, adapter)[1])
 
 
 def _prefix_width(text: Any) -> int:

@@ -55,8 +55,8 @@ class Fsdp(DataParallel):
         part = part.detach()
         return self._keep(part.full_tensor() if isinstance(part, DTensor) else part)
 
-    def _whole(self, moments: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._gather(value) if isinstance(value, DTensor) else value for name, value in moments.items()}
+    def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        return {kind: self._gather(value) if isinstance(value, DTensor) else value for kind, value in moments.items()}
 
     def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:
         weight = self._trained[name]

@@ -103,14 +103,17 @@ def count_lora_parameters(model: nn.Module, adapter: Adapter) -> int:
     _check_choice(model, adapter, adapted)
     check_options(model, adapter, layers, stacks)
     low_rank = adapter.r * sum(sum(module.weight.shape) for module in adapted.values())
-    low_rank += adapter.r * sum(
-        len(weight) * sum(weight.shape[1:]) for name, weight in list_stacks(model).items() if name in stacks
-    )
+    low_rank += count_of_stacks(model, adapter, stacks)
     lengths = sum(width_of(module)[1] for module in adapted.values()) if adapter.use_dora else 0
     saved = [model.get_submodule(name) for name in find_saved_modules(model, adapter)]
     # By identity: tied weights are trained once.
     whole = {weight: weight.numel() for module in saved for weight in module.parameters()}
     return low_rank + lengths + sum(whole.values())
+
+
+def count_of_stacks(model: nn.Module, adapter: Adapter, stacks: set[str]) -> int:
+    adapted = (weight for name, weight in list_stacks(model).items() if name in stacks)
+    return adapter.r * sum(len(weight) * sum(weight.shape[1:]) for weight in adapted)
 
 
 def find_saved_modules(model: nn.Module, adapter: Adapter) -> list[str]:

@@ -13,9 +13,9 @@ from training.devices import SHARDS_WEIGHTS
 from training.errors import ModelError, SpecError
 from training.facts import ModelFacts
 from training.plan import Plan
-from training.rank.adapters import add_adapter, count_trained
+from training.rank.adapters import add_adapter, count_trained, count_trained_experts
 from training.rank.attention import use_rows
-from training.rank.experts import list_stacks
+from training.rank.experts import count_experts, list_stacks
 from training.rank.lora import find_targets
 from training.rank.matmuls import count_matmuls
 from training.rank.offloading import Offloading
@@ -71,6 +71,7 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         raise _unfit(source, "not a causal language model", error) from error
     text = config.get_text_config()
     parameters = sum(weight.numel() for weight in model.parameters())
+    experts, of_experts = count_experts(model)
     return ModelFacts(
         family=config.model_type,
         hidden_size=text.hidden_size,
@@ -86,6 +87,9 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         has_fused_attention=model._supports_sdpa,
         attends_to_all=_attends_to_all(text),
         stacked_parameters=_count_stacked(model, adapter),
+        experts=experts,
+        expert_parameters=of_experts,
+        trained_expert_parameters=count_trained_experts(model, adapter),
         matmuls=count_matmuls(model, adapter, forward_names(type(model))),
     )
 
@@ -125,7 +129,7 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
         ModelError: the weights are not whole.
     """
     full = adapter.type == "full"
-    device = "cpu" if plan.strategy in SHARDS_WEIGHTS else plan.device
+    device = "cpu" if plan.strategy in SHARDS_WEIGHTS or plan.expert > 1 else plan.device
     dtype = DTYPES["fp32" if full else plan.precision]
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":
