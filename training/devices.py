@@ -1,23 +1,16 @@
 """The devices of a job: how many it asks for, and how its training is spread over them."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from training.adapter import Adapter
-from training.fields import Auto, Part, at, show, whole
+from training.fields import Auto, Part, at, whole
 
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Offload = Literal["none", "optimizer", "params"]
-_VALUES: dict[str, Any] = {"strategy": Strategy, "offload": Offload}
-
-NOT_OFFERED: set[tuple[str, object]] = {
-    ("offload", "optimizer"),
-    ("offload", "params"),
-}
-"""Values of the contract that this version refuses by name."""
 
 SIZES_NOT_OFFERED = {
     "tensor",
@@ -59,14 +52,12 @@ class Parallelism(Part):
     context: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the tokens of each pass are split, for rows that do not fit one device."
     offload: Offload = "none"
-    "What is kept in the host's memory."
+    "What waits in the host's memory: what the optimizer keeps (zero1, zero2, zero3), or the weights too (zero3, fsdp)."
 
     @model_validator(mode="after")
     def _offered(self) -> Self:
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if (name, value) in NOT_OFFERED:
-                raise at(name, f"{show(value)} is not offered yet; there is {_list_offered(name)}", "not_offered")
             if name in SIZES_NOT_OFFERED and value != 1:
                 raise at(name, f"{value} is not offered yet; leave it at 1", "not_offered")
         return self
@@ -131,10 +122,18 @@ def make_layout(asked: Parallelism, resources: Resources) -> Layout:
 
 
 def find_conflict(
-    layout: Layout, adapter: Adapter, optimizer: str, *, activation_offloading: bool
+    layout: Layout, adapter: Adapter, optimizer: str, *, activation_offloading: bool, offload: Offload = "none"
 ) -> PydanticCustomError | None:
     """What cannot run in this layout, with what can."""
     strategy = layout.strategy
+    if offload == "optimizer" and not strategy.startswith("zero"):
+        how = '; "params" moves all of it' if strategy == "fsdp" else "; leave it out"
+        message = f'"optimizer" goes with "zero1", "zero2" and "zero3", and the strategy is "{strategy}"{how}'
+        return at("parallelism.offload", message)
+    if offload == "params" and strategy not in SHARDS_WEIGHTS:
+        how = '; "optimizer" moves what is split' if strategy in SHARDS_STATES else "; leave it out"
+        message = f'"params" goes with "fsdp" and "zero3", and the strategy is "{strategy}"{how}'
+        return at("parallelism.offload", message)
     if layout.expert > 1 and (conflict := _find_expert_conflict(layout, adapter, optimizer, activation_offloading)):
         return conflict
     if strategy == "none" and layout.copies > 1:
@@ -147,8 +146,9 @@ def find_conflict(
         return at("parallelism.context", f"a {adapter.type} stands before whole rows only; leave context at 1")
     if strategy not in SHARDS_STATES:
         return None
-    if adapter.type == "qlora":
-        return at("parallelism.strategy", f'"{strategy}" does not split quantised weights; "ddp" trains qlora')
+    if strategy in SHARDS_WEIGHTS and adapter.type == "qlora" and adapter.bits == 8:
+        message = f'"{strategy}" splits weights in 4 bits, not in 8; "zero2" and "ddp" train both'
+        return at("parallelism.strategy", message)
     if adapter.virtual_tokens:
         return at("parallelism.strategy", f'"{strategy}" does not split a {adapter.type}; "ddp" trains it')
     if strategy == "zero3" and adapter.is_low_rank and (adapter.use_dora or adapter.init == "pissa"):
@@ -186,8 +186,3 @@ def _find_expert_conflict(
     if activation_offloading:
         return at("activation_offloading", "not together with parallelism.expert; leave one of them out")
     return None
-
-
-def _list_offered(name: str) -> str:
-    offered = [f'"{value}"' for value in get_args(_VALUES[name]) if (name, value) not in NOT_OFFERED]
-    return " or ".join(part for part in (", ".join(offered[:-1]), offered[-1]) if part)

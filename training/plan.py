@@ -58,6 +58,8 @@ class Plan(Fact):
     nodes: int = 1
     "Hosts, among which the ranks are shared evenly."
     offload: Offload = "none"
+    deepspeed: dict[str, Any] | None = None
+    "What was given of a DeepSpeed config; it is laid over what is derived."
     seed: int
     steps: int
     steps_per_epoch: int
@@ -140,6 +142,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         context=layout.context,
         nodes=layout.nodes,
         offload=spec.parallelism.offload,
+        deepspeed=spec.deepspeed.as_config() if spec.deepspeed else None,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
@@ -172,7 +175,9 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
         lora_plus_ratio=spec.adapter.lora_plus_ratio,
-        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared),
+        memory=forecast_memory(
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+        ),
         compute=forecast_compute(
             spec,
             model,
@@ -348,7 +353,9 @@ def _fit(
 
     def forecast(micro: int, checkpointing: bool, offloading: bool) -> Memory:
         shared = _share_passes(spec, device, data, max_seq_len, micro, batch)
-        return forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared)
+        return forecast_memory(
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+        )
 
     def fits(micro: int, checkpointing: bool, offloading: bool) -> bool:
         return forecast(micro, checkpointing, offloading).total_bytes < room_bytes

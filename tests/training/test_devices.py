@@ -154,7 +154,6 @@ def test_sizes_that_do_not_go_together_are_refused(
 @pytest.mark.parametrize(
     ("more", "param", "words"),
     [
-        ({"adapter": {"type": "qlora"}}, "parallelism.strategy", '"ddp" trains qlora'),
         ({"adapter": {"type": "prompt"}}, "parallelism.strategy", '"ddp" trains it'),
         ({"adapter": {"type": "prefix"}}, "parallelism.strategy", '"ddp" trains it'),
         ({"hyper": {"optimizer": "adafactor"}}, "parallelism.strategy", 'take "adamw", or "ddp"'),
@@ -186,6 +185,34 @@ def test_adapters_that_read_frozen_weights_are_refused_where_those_are_taken_awa
     assert f'{kind}; "zero2" and "fsdp" train' in error.message
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_weights_in_8_bits_are_refused_where_they_would_be_split(strategy: str) -> None:
+    adapter = {"type": "qlora", "bits": 8}
+    error = refuse(resources={"gpus": 2}, parallelism={"strategy": strategy}, adapter=adapter)
+    assert error.param == "parallelism.strategy"
+    assert '"zero2" and "ddp" train both' in error.message
+
+
+@pytest.mark.parametrize(
+    ("gpus", "strategy", "offload", "words"),
+    [
+        (1, "auto", "optimizer", 'the strategy is "none"; leave it out'),
+        (2, "auto", "optimizer", 'the strategy is "ddp"; leave it out'),
+        (2, "ddp", "params", 'goes with "fsdp" and "zero3", and the strategy is "ddp"; leave it out'),
+        (2, "fsdp", "optimizer", '"params" moves all of it'),
+        (2, "zero1", "params", '"optimizer" moves what is split'),
+        (2, "zero2", "params", '"optimizer" moves what is split'),
+        (2, "zero2", "all", 'not one of "none", "optimizer" or "params"'),
+    ],
+)
+def test_what_cannot_wait_on_the_host_is_refused_with_what_can(
+    gpus: int, strategy: str, offload: str, words: str
+) -> None:
+    error = refuse(resources={"gpus": gpus}, parallelism={"strategy": strategy, "offload": offload})
+    assert (error.param, error.code) == ("parallelism.offload", "invalid_value")
+    assert words in error.message
+
+
 def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() -> None:
     with pytest.raises(SpecError, match='stacked experts for an adapter; "zero2" and "fsdp" train it'):
         plan_for(
@@ -196,75 +223,7 @@ def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() ->
         )
 
 
-@pytest.mark.parametrize(
-    ("more", "param", "words"),
-    [
-        (
-            {"parallelism": {"expert": 3}},
-            "parallelism.expert",
-            "3 does not divide the 4 of them; make parallelism.data",
-        ),
-        ({"parallelism": {"expert": 8}}, "parallelism.expert", "8 does not divide the 4 of them"),
-        (
-            {"parallelism": {"expert": 2, "strategy": "fsdp"}},
-            "parallelism.expert",
-            '"fsdp" does not split experts; "ddp"',
-        ),
-        ({"parallelism": {"expert": 2, "strategy": "zero2"}}, "parallelism.expert", '"zero2" does not split experts'),
-        ({"parallelism": {"expert": 2, "context": 2}}, "parallelism.expert", "leave context at 1, or this"),
-        ({"adapter": {"type": "qlora"}}, "parallelism.expert", '"lora" is trained'),
-        ({"hyper": {"optimizer": "adamw_8bit"}}, "parallelism.expert", 'take "adamw"'),
-        ({"activation_offloading": True}, "activation_offloading", "leave one of them out"),
-    ],
-)
-def test_experts_that_cannot_be_split_so_are_refused_with_what_can(
-    more: dict[str, Any], param: str, words: str
-) -> None:
-    error = refuse(**{"resources": {"gpus": 4}, "parallelism": {"expert": 2}, **more})
-    assert error.param == param
-    assert words in error.message
-
-
-@pytest.mark.parametrize(
-    ("experts", "expert", "words"),
-    [
-        (0, 2, "llama has no experts that can be split among ranks; leave it at 1"),
-        (6, 4, "4 does not divide the 6 experts of a layer; 2 and 3 and 6 do"),
-        (6, 8, "8 does not divide the 6 experts of a layer; 2 and 3 and 6 do"),
-    ],
-)
-def test_experts_are_split_among_ranks_that_divide_them(experts: int, expert: int, words: str) -> None:
-    with pytest.raises(SpecError, match=words) as refused:
-        plan_for(
-            hardware=EIGHT,
-            model=SMOL.model_copy(update={"experts": experts}),
-            resources={"gpus": 8},
-            parallelism={"expert": expert},
-        )
-    assert refused.value.param == "parallelism.expert"
-
-
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_rank_keeps_its_share_of_the_experts_and_all_else(kind: str) -> None:
-    """Of the weights, and of what is trained in 16 bytes each, a quarter of what belongs to experts."""
-    full = kind == "full"
-    whole = {"experts": 8, "parameters": 900, "expert_parameters": 800, "trained_parameters": 900 if full else 90}
-    whole["trained_expert_parameters"] = 800 if full else 80
-    plan = plan_for(
-        hardware=EIGHT,
-        model=SMOL.model_copy(update=whole),
-        resources={"gpus": 8},
-        adapter={"type": kind},
-        parallelism={"expert": 4},
-        precision="bf16",
-    )
-    states = plan.memory.weights_bytes + plan.memory.gradients_bytes + plan.memory.optimizer_bytes
-    assert states == (16 * 300 if full else 2 * 300 + 16 * 30)
-    assert (plan.ranks, plan.data, plan.expert, plan.activation_offloading) == (8, 8, 4, False)
-    assert plan.parameters == 900
-
-
-@pytest.mark.parametrize("asked", [{"strategy": "zero9"}, {"tensor": 2}, {"pipeline": 2}, {"offload": "params"}])
+@pytest.mark.parametrize("asked", [{"strategy": "zero9"}, {"tensor": 2}, {"pipeline": 2}])
 def test_what_is_not_offered_yet_is_refused_by_its_value(asked: dict[str, Any]) -> None:
     (name,) = asked
     error = refuse(parallelism=asked, resources={"gpus": 2})
@@ -369,3 +328,51 @@ def test_a_model_that_cannot_be_cut_into_pieces_of_rows_is_refused(
         plan_for(model=facts, parallelism={"context": 2}, resources={"gpus": 0}, **asked)
     assert refused.value.message.startswith(said)
     assert refused.value.param == "parallelism.context"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "device", "host"),
+    [
+        ("zero1", "optimizer", 8, 24 / 8),
+        ("zero2", "optimizer", 4, 24 / 8),
+        ("zero3", "optimizer", 4 / 8, 20 / 8),
+        ("zero3", "params", 0, 24 / 8),
+        ("fsdp", "params", 0, 16 / 8),
+    ],
+)
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_what_is_offloaded_counts_on_the_host(
+    strategy: str, offload: str, device: float, host: float, is_gpu: bool
+) -> None:
+    """Bytes a parameter: weights and gradients 4, moments 8; on the host DeepSpeed keeps the copy that it steps, its
+    gradient, the gradient that is summed, and with stages 1 and 2 the new weights before they go back."""
+    model = SMOL.model_copy(update={"trained_parameters": SMOL.parameters})
+    plan = plan_for(
+        hardware=EIGHT,
+        model=model,
+        resources={"gpus": 8 if is_gpu else 0},
+        adapter={"type": "full"},
+        parallelism={"strategy": strategy, "offload": offload, "data": 8},
+    )
+    memory = plan.memory
+    states = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    assert plan.offload == offload
+    assert memory.total_bytes == states + memory.activations_bytes + memory.logits_bytes
+    want = (device, host) if is_gpu else (device + host, 0)
+    assert states == pytest.approx(want[0] * SMOL.parameters, abs=3)
+    assert memory.host_bytes == pytest.approx(want[1] * SMOL.parameters, abs=3)
+
+
+@pytest.mark.parametrize(("strategy", "parts"), [("zero2", 1), ("zero3", 8), ("fsdp", 8)])
+def test_scales_of_quantised_weights_are_whole_on_each_rank(strategy: str, parts: int) -> None:
+    """4 bits a weight are split; an fp32 scale for each 64 weights is not (QLoRA, Dettmers et al. 2023, section 3)."""
+    model = SMOL.model_copy(update={"quantised_parameters": 100_000_000})
+    plan = plan_for(
+        hardware=EIGHT,
+        model=model,
+        resources={"gpus": 8},
+        adapter={"type": "qlora", "double_quant": False},
+        parallelism={"strategy": strategy},
+    )
+    rest = (SMOL.parameters - 100_000_000) * 2 + SMOL.trained_parameters * 4
+    assert plan.memory.weights_bytes == pytest.approx((50_000_000 + rest) / parts + 100_000_000 * 4 / 64, abs=1)

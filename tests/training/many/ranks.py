@@ -47,10 +47,7 @@ def train_on_ranks(folder: Path, ranks: int, cases: Sequence[Case], script: Path
     with tempfile.TemporaryDirectory(dir=folder) as place:
         listed = Path(place) / "cases.json"
         write_json(listed, [{**asdict(case), "path": str(case.path)} for case in cases])
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-        command = [*torchrun, "--local-addr=127.0.0.1", str(script), str(listed)]
-        made = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=560)
-        assert made.returncode == 0, made.stderr[-8000:]
+        start_ranks(ranks, script, listed)
         codes = [[listed.with_name(f"code-{number}-{rank}") for rank in range(ranks)] for number in range(len(cases))]
         return [[int(file.read_text()) for file in files] for files in codes]
 
@@ -103,6 +100,13 @@ def hide(folder: Path) -> list[str]:
     except FileNotFoundError:
         can = False
     return begin if can else []
+
+
+def start_ranks(ranks: int, script: Path, *arguments: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    command = [*torchrun, "--local-addr=127.0.0.1", str(script), *map(str, arguments)]
+    made = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=560)
+    assert made.returncode == 0, made.stderr[-8000:]
 
 
 def assert_same_training(path: Path, want: Path, *, apart: Mapping[str, float] | None = None) -> None:

@@ -9,14 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import make_config, make_tokenizer, save_model
+from tests.tiny import make_tokenizer, save_model
 from tests.training.many.ranks import Case, assert_same_training, on_ranks, train_on_ranks
 from tests.training.many.test_equality import PREFERENCES
 from tests.training.many.test_going_on import cut_back
 from tests.training.tiny_runs import curve_of, events_of, last_event, make_job, read_json, same_weights, train_here
-from training.adapter import Adapter
-from training.rank.adapters import count_trained_experts
-from training.rank.experts import count_experts
 from training.rundir import EXIT_FINISHED, checkpoint_name, step_of
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a launch waits for all runs of it
@@ -152,23 +149,3 @@ def test_a_run_goes_on_in_any_layout(runs: Runs, tmp_path: Path) -> None:
         lowest, last = (best / "checkpoints" / checkpoint_name(told[step]) / result for step in ("best_step", "steps"))
         assert same_weights(best / result, lowest)
         assert not same_weights(best / result, last)
-
-
-@pytest.mark.parametrize(
-    ("family", "experts", "weights", "adapters"),
-    [
-        ("llama", 0, 0, 0),
-        ("mixtral", 4, 2 * 4 * 3 * 32 * 64, 8 * 2 * 4 * ((128 + 32) + (32 + 64))),
-        ("qwen3_moe", 4, 2 * 4 * 3 * 32 * 16, 8 * 2 * 4 * ((32 + 32) + (32 + 16))),
-        ("gpt_oss", 4, 2 * 4 * (3 * 32 * 64 + 128 + 32), 8 * 2 * 4 * ((128 + 32) + (32 + 64))),
-    ],
-)
-def test_experts_are_counted(family: str, experts: int, weights: int, adapters: int) -> None:
-    """Two layers of four experts, each of three matrices, two of which lie in one; adapters of r 8."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config(family))
-    assert count_experts(model) == (experts, weights)
-    assert count_trained_experts(model, Adapter(type="full")) == weights
-    assert count_trained_experts(model, Adapter(r=8)) == adapters
-    assert count_trained_experts(model, Adapter(target_modules=["q_proj"])) == 0
-    assert count_trained_experts(model, Adapter(type="ia3")) == 0
