@@ -111,14 +111,14 @@ def test_each_host_needs_its_share_of_the_gpus_alone() -> None:
 )
 def test_a_command_line_that_does_not_fit_the_nodes_is_refused(nodes: int, given: list[str], words: str) -> None:
     with pytest.raises(SpecError) as refused:
-        find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes))
+        find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes=nodes))
     assert words in refused.value.message
 
 
 @pytest.mark.parametrize("place", ["10.0.0.1:29500", "first.hosts.local:29500", "[fd00::1]:29500"])
 def test_a_command_says_of_a_node_what_it_was_told(place: str) -> None:
     given = ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
-    node = find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, 2))
+    node = find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes=2))
     assert node is not None
     assert node.as_arguments() == ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
 
