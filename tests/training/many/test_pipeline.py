@@ -100,10 +100,8 @@ class Runs:
                 if copies == data
             ]
             cases += [
-                Case(
-                    self._path(data, kind, other, double=True), in_pipeline(self.bodies[other], data, kind), double=True
-                )
-                for copies, kind, other in DOUBLE
+                Case(self._path(data, kind, big, double=True), in_pipeline(self.bodies[big], data, kind), double=True)
+                for copies, kind, big in DOUBLE
                 if copies == data
             ]
             ranks = 2 * data
