@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from training.spec import parse_spec  # noqa: E402
 
 Curve = dict[int, tuple[float, float]]
 
-RUN_LIMIT_S = 300
+RUN_LIMIT_S = 600
 SMALL = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -139,6 +140,8 @@ class Bench:
         """Raises Broken or Skipped where the body is refused."""
         require_offered(body)
         run_dir = RunDir(self.folder / "runs" / re.sub(r"\W+", "-", name))
+        if attempt == 1:
+            shutil.rmtree(run_dir.path, ignore_errors=True)  # of an earlier check in a folder that is kept
         run_dir.path.mkdir(parents=True, exist_ok=True)
         write_json(run_dir.spec, body)
         environment = make_environment({**os.environ, "PYTHONPATH": str(ROOT)}, offline=True)

@@ -122,9 +122,13 @@ def check_all_numbers(bench: Bench, report: Report) -> None:
     for method in {case.method for case in cases}:
         write_rows(bench.folder / f"small-{method}.jsonl", make_rows(method, 24, 120))
     with ThreadPoolExecutor(bench.at_a_time) as pool:
-        # In the order of submission: whatever a check waits for has been started before it.
-        references = {reference_key(case): case for case in cases}
-        curves = {key: pool.submit(make_reference, bench, case) for key, case in references.items()}
-        checks = {case.name: pool.submit(check_numbers, bench, case, curves[reference_key(case)]) for case in cases}
+        curves: dict[str, Future[Curve]] = {}
+        checks: dict[str, Future[Found]] = {}
+        for case in cases:
+            # In the order of submission: whatever a check waits for has been started before it.
+            key = reference_key(case)
+            if key not in curves:
+                curves[key] = pool.submit(make_reference, bench, case)
+            checks[case.name] = pool.submit(check_numbers, bench, case, curves[key])
         for name, check in checks.items():
             report.tell(f"numbers: {name}", check.result)
