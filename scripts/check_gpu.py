@@ -44,7 +44,7 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-from gpu_bench import Bench, kill_all
+from gpu_bench import STARTING, Bench, kill_all
 from gpu_layouts import check_all_layouts
 from gpu_memory import check_all_memory, check_release, used_bytes
 from gpu_numbers import check_all_numbers
@@ -77,9 +77,9 @@ def end_runs_when_asked(temporary: Path) -> None:
     """Leave no run behind on the GPUs when this process is told to end."""
 
     def leave(number: int, _: FrameType | None) -> None:
-        for _ in range(2):  # one may just have been started
-            kill_all(psutil.Process().children(recursive=True))
-            shutil.rmtree(temporary, ignore_errors=True)
+        STARTING.acquire()  # no other thread starts one more
+        kill_all(psutil.Process().children(recursive=True))
+        shutil.rmtree(temporary, ignore_errors=True)
         os._exit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

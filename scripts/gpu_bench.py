@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,10 @@ def make_rows(method: str, count: int, letters: int) -> list[dict[str, Any]]:
     return rows
 
 
+STARTING = threading.RLock()
+"""Held while a run is started, and for good by whoever ends all of them."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """Where runs are made and on what."""
@@ -140,14 +145,15 @@ class Bench:
         """Raises Broken or Skipped where the body is refused."""
         require_offered(body)
         run_dir = RunDir(self.folder / "runs" / re.sub(r"\W+", "-", name))
-        if attempt == 1:
-            shutil.rmtree(run_dir.path, ignore_errors=True)  # of an earlier check in a folder that is kept
-        run_dir.path.mkdir(parents=True, exist_ok=True)
-        write_json(run_dir.spec, body)
-        environment = make_environment({**os.environ, "PYTHONPATH": str(ROOT)}, offline=True)
-        with run_dir.log.open("ab") as log:
-            command = make_command(run_dir.path, attempt)
-            return run_dir, subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        with STARTING:
+            if attempt == 1:
+                shutil.rmtree(run_dir.path, ignore_errors=True)  # of an earlier check in a folder that is kept
+            run_dir.path.mkdir(parents=True, exist_ok=True)
+            write_json(run_dir.spec, body)
+            environment = make_environment({**os.environ, "PYTHONPATH": str(ROOT)}, offline=True)
+            with run_dir.log.open("ab") as log:
+                command = make_command(run_dir.path, attempt)
+                return run_dir, subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self, name: str, body: dict[str, Any], attempt: int = 1) -> RunDir:
         """Raises Broken where the run does not come to its end."""
