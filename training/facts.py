@@ -58,6 +58,11 @@ class ModelFacts(Fact):
     "Whether every layer attends to all that stands before a place, and not to a window of it."
     stacked_parameters: int = 0
     "Of the frozen ones, experts in stacks that have adapters: peft computes their sum with the adapter in each pass."
+    experts: int = 0
+    "Of each layer; 0 where there are none that can be split among ranks."
+    expert_parameters: int = 0
+    trained_expert_parameters: int = 0
+    "Of the trained ones, those of experts and of their adapters."
     matmuls: Matmuls = Matmuls()
 
 

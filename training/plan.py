@@ -55,7 +55,11 @@ class Plan(Fact):
     expert: int = 1
     context: int = 1
     "Ranks among which the tokens of a pass are split."
+    nodes: int = 1
+    "Hosts, among which the ranks are shared evenly."
     offload: Offload = "none"
+    deepspeed: dict[str, Any] | None = None
+    "What was given of a DeepSpeed config; it is laid over what is derived."
     seed: int
     steps: int
     steps_per_epoch: int
@@ -122,9 +126,11 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     attention = _attention(spec, hardware, device, precision, model, why)
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
     _require_gatherable(layout, model)
+    _require_experts(layout, model)
     _require_cuttable(layout, model, attention)
     if layout.ranks > 1 and spec.parallelism.strategy == "auto":
-        why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
+        kept = "the whole model" if layout.expert == 1 else "all but the experts of others"
+        why["strategy"] = f"each device keeps {kept} and gradients are summed, which costs least time; see fsdp"
     return Plan(
         device=device,
         ranks=layout.ranks,
@@ -134,7 +140,9 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         pipeline=layout.pipeline,
         expert=layout.expert,
         context=layout.context,
+        nodes=layout.nodes,
         offload=spec.parallelism.offload,
+        deepspeed=spec.deepspeed.as_config() if spec.deepspeed else None,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
@@ -167,7 +175,9 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
         lora_plus_ratio=spec.adapter.lora_plus_ratio,
-        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared),
+        memory=forecast_memory(
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+        ),
         compute=forecast_compute(
             spec,
             model,
@@ -193,6 +203,18 @@ def _require_gatherable(layout: Layout, model: ModelFacts) -> None:
         param = "parallelism.strategy"
         message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
         raise SpecError(message, param=param)
+
+
+def _require_experts(layout: Layout, model: ModelFacts) -> None:
+    """Raises SpecError for a model whose experts cannot be split in so many parts."""
+    param = "parallelism.expert"
+    if layout.expert > 1 and not model.experts:
+        message = f"{param}: {model.family} has no experts that can be split among ranks; leave it at 1"
+        raise SpecError(message, param=param)
+    if model.experts and model.experts % layout.expert:
+        fitting = [parts for parts in range(2, model.experts + 1) if model.experts % parts == 0]
+        what = f"{layout.expert} does not divide the {model.experts} experts of a layer"
+        raise SpecError(f"{param}: {what}; {' and '.join(map(str, fitting))} do", param=param)
 
 
 def _require_cuttable(layout: Layout, model: ModelFacts, attention: Attention) -> None:
@@ -239,11 +261,12 @@ def may_share_a_pass(adapter: Adapter) -> bool:
 
 def choose_device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
     """Raises SpecError where the host has not what was asked for."""
-    asked, param = spec.resources.gpus, "resources.gpus"
+    asked, param, nodes = spec.resources.gpus, "resources.gpus", spec.layout.nodes
     if asked == 0:
         return "cpu"
-    if asked != "auto" and asked > len(hardware.gpus):
-        message = f"{param}: {asked} asked, this host has {len(hardware.gpus)}"
+    if asked != "auto" and asked // nodes > len(hardware.gpus):
+        share = f" on {nodes} nodes, {asked // nodes} on each" if nodes > 1 else ""
+        message = f"{param}: {asked} asked{share}, this host has {len(hardware.gpus)}"
         raise SpecError(message, param=param, code="no_such_device")
     ranks = spec.layout.ranks
     if asked == "auto" and hardware.gpus and ranks > 1:
@@ -324,13 +347,15 @@ def _fit(
     without it, since it costs about a third more time (Chen et al. 2016); offloading only where that is not enough."""
     asked = spec.hyper
     # A host's memory is shared with everything else on it, and its allocator keeps some of what was freed.
-    host_bytes = 0.6 * hardware.memory_bytes / spec.layout.ranks
+    host_bytes = 0.6 * hardware.memory_bytes / spec.layout.local_ranks
     room_bytes = 0.85 * hardware.gpus[0].memory_bytes if device == "cuda" else host_bytes
     batch //= spec.layout.data  # what comes to each rank
 
     def forecast(micro: int, checkpointing: bool, offloading: bool) -> Memory:
         shared = _share_passes(spec, device, data, max_seq_len, micro, batch)
-        return forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared)
+        return forecast_memory(
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+        )
 
     def fits(micro: int, checkpointing: bool, offloading: bool) -> bool:
         return forecast(micro, checkpointing, offloading).total_bytes < room_bytes
@@ -389,6 +414,9 @@ def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool |
     asked = spec.activation_offloading
     if spec.layout.strategy in SHARDS_STATES and asked == "auto":
         why["activation_offloading"] = f"not together with {spec.layout.strategy}, which moves tensors by itself"
+        return False
+    if spec.layout.expert > 1 and asked == "auto":
+        why["activation_offloading"] = "not together with experts that are split"
         return False
     if device == "cuda" or asked is False:
         return asked

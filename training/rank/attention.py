@@ -75,7 +75,7 @@ def _attend(
     if split is not None:
         return attend(query, key, value, split, more.get("scaling"), more.get("dropout", 0.0)), None
     lengths = None if attention_mask is None else _lengths_of(attention_mask)
-    if lengths is None:
+    if lengths is None or more.get("position_bias") is not None:  # what is added to each pair of places of the pass
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, *part, None, **more)[0] for part in parts], dim=1), None

@@ -146,7 +146,8 @@ class SingleDevice:
     def optimizer_state(self) -> dict[str, Any]:
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.as_dict()}
         state, names = self._optimizer.state_dict()["state"], self._list_names()
-        return {"state": {names[place]: self._whole(moments) for place, moments in state.items()}, **scale}
+        moments = {names[place]: self._whole(names[place], found) for place, found in state.items()}
+        return {"state": moments, **scale}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self.loss_scale is not None:
@@ -170,7 +171,7 @@ class SingleDevice:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _whole(self, moments: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         return moments
 
     def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002

@@ -10,6 +10,10 @@ from training.rank.parallel import Parallel, SingleDevice
 def build_parallel(model: nn.Module, plan: Plan, group: Group) -> Parallel:
     """The model in its place on the ranks, with its optimizer. What a run does not need is not imported."""
     match plan.strategy:
+        case "ddp" if plan.expert > 1:
+            from training.rank.expert_parallel import ExpertParallel
+
+            return ExpertParallel(model, plan, group)
         case "ddp":
             from training.rank.ddp import Ddp
 

@@ -36,24 +36,29 @@ JOBS: dict[str, dict[str, Any]] = {
     "prompt": {"adapter": {"type": "prompt"}},
     "prefix": {"adapter": {"type": "prefix"}},
     "qlora": {"adapter": {"type": "qlora"}},
+    "qlora, dora": {"adapter": {"type": "qlora", "use_dora": True}},
+    "qlora, 8 bits": {"adapter": {"type": "qlora", "bits": 8}},
     "pretrain": {"method": "pretrain", "hyper": {"max_seq_len": 16}},
     "dpo": {"method": "dpo"},
     "kto": {"method": "kto"},
     "full, bf16": {"adapter": {"type": "full"}, "precision": "bf16"},
     "lora, bf16": {"precision": "bf16"},
+    "qlora, bf16": {"adapter": {"type": "qlora"}, "precision": "bf16"},
     "full, fp16": {"adapter": {"type": "full"}, "precision": "fp16"},
 }
 SIXTEEN_BITS = [
     ("zero2", "full, bf16"),
     ("zero3", "full, bf16"),
     ("zero3", "lora, bf16"),
+    ("zero3", "qlora, bf16"),
+    ("fsdp", "qlora, bf16"),
     ("zero2", "full, fp16"),
     ("zero3", "full, fp16"),
 ]
 """Numbers of step 1, and what rounding to 8 bits of mantissa leaves of those after it."""
 FOUR = ("full", "lora", "kto")
 ZERO = {
-    "zero1": ("full", "lora", "full, not clipped"),
+    "zero1": ("full", "lora", "full, not clipped", "qlora"),
     "zero2": (
         "full",
         "lora",
@@ -64,10 +69,12 @@ ZERO = {
         "dora",
         "pissa",
         "dpo",
+        "qlora",
+        "qlora, 8 bits",
     ),
-    "zero3": ("full", "lora", "full, tied", "full, experts", "lora, checkpointed", "dpo", "kto"),
+    "zero3": ("full", "lora", "full, tied", "full, experts", "lora, checkpointed", "dpo", "kto", "qlora"),
 }
-ONE_DEVICE_ONLY = {"fsdp": ("prompt", "prefix", "qlora")}
+ONE_DEVICE_ONLY = {"fsdp": ("prompt", "prefix", "qlora, 8 bits")}
 CASES = [
     *(
         (strategy, 2, job)

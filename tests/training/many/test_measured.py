@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.tiny import make_body, make_rows, make_tokenizer, write_rows
 from tests.training.many.ranks import Case, on_ranks, train_on_ranks
@@ -35,10 +35,26 @@ class Measured:
         rows = write_rows(folder / "rows.jsonl", make_rows(6))
         body = make_body(folder / "base", rows, hyper=hyper, adapter={"type": "full"}, gradient_checkpointing=False)
         cases = [Case(folder / strategy, on_ranks(body, RANKS, strategy)) for strategy in STRATEGIES]
+        mixture = MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=300,
+                hidden_size=256,
+                intermediate_size=256,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+            )
+        )
+        self.experts = sum(weight.numel() for name, weight in mixture.named_parameters() if "experts" in name)
+        self.rest = sum(weight.numel() for weight in mixture.parameters()) - self.experts
+        mixture.save_pretrained(folder / "mixture")
+        make_tokenizer().save_pretrained(folder / "mixture")
+        parallelism = {"data": RANKS, "expert": RANKS}
+        cases.append(Case(folder / "expert", {**body, "model": str(folder / "mixture"), "parallelism": parallelism}))
         assert train_on_ranks(folder, RANKS, cases, MEASURING) == [[EXIT_FINISHED] * RANKS] * len(cases)
         self._of = {
             strategy: [json.loads((folder / strategy / f"measured-{rank}.json").read_text()) for rank in range(RANKS)]
-            for strategy in STRATEGIES
+            for strategy in (*STRATEGIES, "expert")
         }
 
     def of(self, strategy: str, kind: str, at: int) -> list[Any]:
@@ -78,3 +94,12 @@ def test_a_checkpoint_is_written_without_a_whole_model_in_memory(strategy: str, 
     """On rank 0 weights and moments together are 12 bytes a parameter; on the others nothing is gathered to be kept."""
     for taken in measured.of(strategy, "saving", 0):
         assert taken < 1.5 * measured.parameters
+
+
+def test_of_split_experts_a_rank_keeps_its_share_and_exchanges_no_gradients(measured: Measured) -> None:
+    """Gradients of all else are summed over the ranks; tokens are sent instead of those of experts."""
+    kept_bytes = 16 * (measured.rest + measured.experts / RANKS)
+    for kept, seen in zip(measured.of("expert", "kept", 2), measured.of("expert", "seen", 2), strict=True):
+        assert kept == pytest.approx(kept_bytes, rel=0.1)
+        assert seen["allreduce"] == pytest.approx(2 * 4 * measured.rest * (RANKS - 1) / RANKS, rel=0.01)
+        assert seen["all_to_all_single"] > 0
