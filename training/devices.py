@@ -20,7 +20,6 @@ NOT_OFFERED: set[tuple[str, object]] = {
 """Values of the contract that this version refuses by name."""
 
 SIZES_NOT_OFFERED = {
-    "tensor",
     "pipeline",
     "expert",
 }
@@ -107,6 +106,8 @@ def find_conflict(
     strategy = layout.strategy
     if strategy == "none" and layout.data > 1:
         return at("parallelism.strategy", f'"none" is for one device, and there are {layout.data}; set "auto" or "ddp"')
+    if layout.tensor > 1 and (conflict := _find_tensor_conflict(layout, adapter, optimizer, activation_offloading)):
+        return conflict
     if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.data == 1:
         how = "set resources.gpus to 2 or more, on the CPU parallelism.data, or leave the strategy out"
         return at("parallelism.strategy", f'"{strategy}" needs several devices; {how}')
@@ -129,6 +130,27 @@ def find_conflict(
     if activation_offloading:
         message = f'not together with "{strategy}", which moves tensors by itself; leave it out, or take "ddp"'
         return at("activation_offloading", message)
+    return None
+
+
+def _find_tensor_conflict(
+    layout: Layout, adapter: Adapter, optimizer: str, activation_offloading: bool
+) -> PydanticCustomError | None:
+    """What does not go together with matrices that are split among ranks."""
+    strategy, param = layout.strategy, "parallelism.tensor"
+    if strategy not in ("none", "ddp", "zero1"):
+        message = f'"{strategy}" does not split what parallelism.tensor has split; "ddp" and "zero1" go together with it'
+        return at("parallelism.strategy", message)
+    if adapter.type not in ("full", "lora", "prompt"):
+        message = f'{adapter.type} is not trained on split matrices; it is by strategy "ddp", with tensor left out'
+        return at(param, message)
+    if adapter.use_dora:
+        return at(param, 'DoRA is not trained on split matrices; it is by strategy "fsdp", with tensor left out')
+    if optimizer != "adamw":
+        message = f'{optimizer} does not step parts of weights; take "adamw", or strategy "ddp" with tensor left out'
+        return at(param, message)
+    if activation_offloading:
+        return at("activation_offloading", "not together with parallelism.tensor; leave it out, or take tensor 1")
     return None
 
 

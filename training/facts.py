@@ -56,6 +56,10 @@ class ModelFacts(Fact):
     "Whether transformers has PyTorch's fused attention for this family."
     stacked_parameters: int = 0
     "Of the frozen ones, experts in stacks that have adapters: peft computes their sum with the adapter in each pass."
+    tensor_units: int = 1
+    "The ranks that its matrices may be split among are numbers that divide this."
+    whole_parameters: int = 0
+    "Those that are whole on all of these ranks."
     matmuls: Matmuls = Matmuls()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from training.errors import TrainingError
 from training.plan import Plan
@@ -55,6 +56,12 @@ def gather_each(model: nn.Module, group: Group, gather: Callable[[Tensor], Tenso
             whole[weight] = gather(weight)
         found[name] = whole[weight]
     return found if group.rank == 0 else {}
+
+
+def gather_whole(part: Tensor, keep: bool) -> Tensor:
+    """The whole of a tensor, on the host; all ranks take part, and those that do not keep it have none of it."""
+    whole = part.full_tensor() if isinstance(part, DTensor) else part
+    return whole.cpu() if keep else whole.new_empty(0)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.plan import Plan
-from training.rank.data_parallel import DataParallel, gather_each, put_each
+from training.rank.data_parallel import DataParallel, gather_each, gather_whole, put_each
 from training.rank.group import Group
 from training.rank.model import get_base
 
@@ -31,7 +31,7 @@ class Fsdp(DataParallel):
         super().__init__(model, plan, group)
 
     def gather_weights(self) -> dict[str, Tensor]:
-        return gather_each(self.model, self.group, lambda part: _gather(part.detach(), keep=self.group.rank == 0))
+        return gather_each(self.model, self.group, lambda part: gather_whole(part.detach(), keep=self.group.rank == 0))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         put_each(self.model, weights, lambda own, whole: own.copy_(_cut_like(own, whole)))
@@ -47,9 +47,9 @@ class Fsdp(DataParallel):
         norm = super()._find_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _whole(self, moments: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         keep = self.group.rank == 0
-        return {name: _gather(value, keep) if isinstance(value, DTensor) else value for name, value in moments.items()}
+        return {name: gather_whole(value, keep) if isinstance(value, DTensor) else value for name, value in moments.items()}
 
     def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:
         weight = self._trained[name]
@@ -64,12 +64,6 @@ def find_layers(base: nn.Module) -> list[nn.Module]:
     lists = [list(module) for module in base.modules() if isinstance(module, nn.ModuleList) and len(module)]
     alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
     return max(alike, key=lambda layers: sum(weight.numel() for layer in layers for weight in layer.parameters()))
-
-
-def _gather(part: Tensor, keep: bool) -> Tensor:
-    """The whole of a tensor, on the host; all ranks take part, and those that do not keep it have none of it."""
-    whole = part.full_tensor() if isinstance(part, DTensor) else part
-    return whole.cpu() if keep else whole.new_empty(0)
 
 
 def _cut_like(own: Tensor, whole: Tensor) -> Tensor:

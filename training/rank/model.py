@@ -22,6 +22,7 @@ from training.rank.offloading import Offloading
 from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
+from training.rank.tensor_plan import find_sizes
 
 CHANGERS_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_logits_scale")
 """Names in a config that say that something is done to the logits after the output head."""
@@ -70,6 +71,7 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         raise _unfit(source, "not a causal language model", error) from error
     text = config.get_text_config()
     parameters = sum(weight.numel() for weight in model.parameters())
+    tensor_units, whole_parameters = find_sizes(model)
     return ModelFacts(
         family=config.model_type,
         hidden_size=text.hidden_size,
@@ -84,6 +86,8 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         attention_heads=text.num_attention_heads,
         has_fused_attention=model._supports_sdpa,
         stacked_parameters=_count_stacked(model, adapter),
+        tensor_units=tensor_units,
+        whole_parameters=whole_parameters,
         matmuls=count_matmuls(model, adapter, forward_names(type(model))),
     )
 
@@ -116,7 +120,7 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
         ModelError: the weights are not whole.
     """
     full = adapter.type == "full"
-    device = "cpu" if plan.strategy in SHARDS_WEIGHTS else plan.device
+    device = "cpu" if plan.strategy in SHARDS_WEIGHTS or plan.tensor > 1 else plan.device
     dtype = torch.float32 if full else DTYPES[plan.precision]
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":

@@ -87,8 +87,8 @@ class SingleDevice:
         self.group = group or Alone()
         self.loss_scale = LossScale() if plan.precision == "fp16" else None
         self._plan = plan
-        self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._optimizer = build_optimizer(model, plan)
+        self._trained = self._find_trained(model)
+        self._optimizer = self._build_optimizer(plan)
 
     def compute(self) -> AbstractContextManager[Any]:
         if self._plan.precision == "fp32":
@@ -142,7 +142,7 @@ class SingleDevice:
     def optimizer_state(self) -> dict[str, Any]:
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.as_dict()}
         state, names = self._optimizer.state_dict()["state"], self._list_names()
-        return {"state": {names[place]: self._whole(moments) for place, moments in state.items()}, **scale}
+        return {"state": {names[place]: self._whole(names[place], moments) for place, moments in state.items()}, **scale}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self.loss_scale is not None:
@@ -155,6 +155,13 @@ class SingleDevice:
         }
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
+    def _find_trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by the names of the model's weights."""
+        return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+    def _build_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
+        return build_optimizer(self._trained, plan)
+
     def _change_weights(self) -> None:
         self._optimizer.step()
 
@@ -166,7 +173,7 @@ class SingleDevice:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _whole(self, moments: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         return moments
 
     def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002

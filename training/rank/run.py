@@ -171,8 +171,8 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
     if found and is_adapted(model):
         load_adapter(model, found / weights_name(model))
     parallel = build_parallel(model, plan, group)
-    if group.rank:
-        _seed(plan.seed + group.rank)  # ranks drop different activations
+    if parallel.data_rank:
+        _seed(plan.seed + parallel.data_rank)  # those with other rows drop other activations
     if found:
         load_state(found, parallel)
     with parallel.compute():

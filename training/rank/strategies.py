@@ -9,6 +9,10 @@ from training.rank.parallel import Parallel, SingleDevice
 
 def build_parallel(model: nn.Module, plan: Plan, group: Group) -> Parallel:
     """The model in its place on the ranks, with its optimizer. What a run does not need is not imported."""
+    if plan.tensor > 1:
+        from training.rank.tensor import TensorParallel, TensorZero
+
+        return TensorZero(model, plan, group) if plan.strategy == "zero1" else TensorParallel(model, plan, group)
     match plan.strategy:
         case "ddp":
             from training.rank.ddp import Ddp
