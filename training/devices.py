@@ -110,7 +110,9 @@ def find_conflict(
         return conflict
     if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.data == 1:
         how = "set resources.gpus to 2 or more, on the CPU parallelism.data, or leave the strategy out"
-        return at("parallelism.strategy", f'"{strategy}" needs several devices; {how}')
+        if layout.ranks > 1:
+            how = "set parallelism.data to 2 or more, or leave the strategy out"
+        return at("parallelism.strategy", f'"{strategy}" shares rows among devices, and parallelism.data is 1; {how}')
     if strategy not in SHARDS_STATES:
         return None
     if adapter.type == "qlora":
@@ -139,7 +141,7 @@ def _find_tensor_conflict(
     """What does not go together with matrices that are split among ranks."""
     strategy, param = layout.strategy, "parallelism.tensor"
     if strategy not in ("none", "ddp", "zero1"):
-        message = f'"{strategy}" does not split what parallelism.tensor has split; "ddp" and "zero1" go together with it'
+        message = f'"{strategy}" does not go together with parallelism.tensor; "ddp" and "zero1" do'
         return at("parallelism.strategy", message)
     if adapter.type not in ("full", "lora", "prompt"):
         message = f'{adapter.type} is not trained on split matrices; it is by strategy "ddp", with tensor left out'

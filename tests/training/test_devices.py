@@ -39,13 +39,17 @@ def refuse(hyper: dict[str, Any] | None = None, **more: Any) -> SpecError:
         (2, {"strategy": "zero1"}, "zero1", 2),
         (2, {"strategy": "zero2"}, "zero2", 2),
         (0, {"data": 2, "strategy": "zero3"}, "zero3", 2),
+        (0, {"tensor": 2}, "none", 2),
+        (4, {"tensor": 2}, "ddp", 4),
+        (8, {"tensor": 2, "strategy": "zero1"}, "zero1", 8),
     ],
 )
 def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
     gpus: int | str, asked: dict[str, Any], strategy: str, ranks: int
 ) -> None:
     spec = parse_spec({"model": "m", "training_file": "f", "resources": {"gpus": gpus}, "parallelism": asked})
-    assert (spec.layout.strategy, spec.layout.ranks, spec.layout.data) == (strategy, ranks, ranks)
+    assert (spec.layout.strategy, spec.layout.ranks) == (strategy, ranks)
+    assert spec.layout.data * asked.get("tensor", 1) == ranks
 
 
 @pytest.mark.parametrize(
@@ -56,6 +60,10 @@ def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
         ("auto", {"strategy": "fsdp"}, "parallelism.strategy", "on the CPU parallelism.data"),
         ("auto", {"strategy": "zero2"}, "parallelism.strategy", "on the CPU parallelism.data"),
         (3, {"data": 2}, "parallelism.data", "takes 2 GPUs, and resources.gpus is 3; make them equal"),
+        (4, {"data": 1, "tensor": 2}, "parallelism.data", "data 1 x tensor 2 x pipeline 1 takes 2 GPUs"),
+        (2, {"tensor": 2, "strategy": "ddp"}, "parallelism.strategy", "set parallelism.data to 2 or more"),
+        (8, {"tensor": 2, "strategy": "fsdp"}, "parallelism.strategy", '"ddp" and "zero1" do'),
+        (8, {"tensor": 2, "strategy": "zero3"}, "parallelism.strategy", '"ddp" and "zero1" do'),
         (2, {"data": 0}, "parallelism.data", "from 1 to 1024"),
         (2, {"dta": 2}, "parallelism.dta", 'did you mean "data"'),
         (2, {"strategy": "zero9"}, "parallelism.strategy", 'not one of "none", "ddp"'),
@@ -90,6 +98,60 @@ def test_what_is_not_split_is_refused_with_what_works(
 
 
 @pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"adapter": {"type": "qlora"}}, "parallelism.tensor", 'by strategy "ddp", with tensor left out'),
+        ({"adapter": {"type": "ia3"}}, "parallelism.tensor", 'by strategy "ddp", with tensor left out'),
+        ({"adapter": {"type": "prefix"}}, "parallelism.tensor", 'by strategy "ddp", with tensor left out'),
+        ({"adapter": {"use_dora": True}}, "parallelism.tensor", 'by strategy "fsdp", with tensor left out'),
+        ({"hyper": {"optimizer": "adafactor"}}, "parallelism.tensor", 'take "adamw", or'),
+        ({"activation_offloading": True}, "activation_offloading", "leave it out"),
+    ],
+)
+def test_what_split_matrices_do_not_take_is_refused_with_what_works(
+    more: dict[str, Any], param: str, words: str
+) -> None:
+    error = refuse(resources={"gpus": 2}, parallelism={"tensor": 2}, **more)
+    assert error.param == param
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"tensor_units": 1}, 'no plan for how to split the layers of llama; leave it out, strategy "fsdp"'),
+        ({"tensor_units": 6}, 'not divisible by 4; 2, 3, 6 would do, and strategy "fsdp"'),
+        ({"tensor_units": 4, "stacked_parameters": 8}, 'experts in stacks are not split; "ddp" and "fsdp" train them'),
+    ],
+)
+def test_a_model_that_cannot_be_split_so_is_refused_with_the_sizes_that_can(facts: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=r"parallelism\.tensor") as refused:
+        plan_for(
+            hardware=EIGHT,
+            model=SMOL.model_copy(update=facts),
+            resources={"gpus": 4},
+            parallelism={"tensor": 4},
+        )
+    assert words in refused.value.message
+
+
+def test_the_forecast_of_split_matrices_is_that_of_a_part() -> None:
+    """Full fine-tuning: 16 bytes of each weight that a rank has, and those of norms whole."""
+    model = SMOL.model_copy(
+        update={"tensor_units": 4, "parameters": 1000, "trained_parameters": 1000, "whole_parameters": 200}
+    )
+    plan = plan_for(
+        hardware=EIGHT,
+        model=model,
+        resources={"gpus": 4},
+        parallelism={"tensor": 4},
+        adapter={"type": "full"},
+    )
+    memory = plan.memory
+    assert (memory.weights_bytes, memory.gradients_bytes, memory.optimizer_bytes) == (1600, 1600, 3200)
+
+
+@pytest.mark.parametrize(
     ("adapter", "kind"),
     [
         ({"use_dora": True}, "DoRA reads by itself"),
@@ -115,9 +177,7 @@ def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() ->
         )
 
 
-@pytest.mark.parametrize(
-    "asked", [{"strategy": "zero9"}, {"tensor": 2}, {"pipeline": 2}, {"expert": 2}, {"offload": "params"}]
-)
+@pytest.mark.parametrize("asked", [{"strategy": "zero9"}, {"pipeline": 2}, {"expert": 2}, {"offload": "params"}])
 def test_what_is_not_offered_yet_is_refused_by_its_value(asked: dict[str, Any]) -> None:
     (name,) = asked
     error = refuse(parallelism=asked, resources={"gpus": 2})

@@ -49,7 +49,9 @@ class Fsdp(DataParallel):
 
     def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         keep = self.group.rank == 0
-        return {name: gather_whole(value, keep) if isinstance(value, DTensor) else value for name, value in moments.items()}
+        return {
+            kind: gather_whole(value, keep) if isinstance(value, DTensor) else value for kind, value in moments.items()
+        }
 
     def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:
         weight = self._trained[name]

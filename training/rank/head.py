@@ -172,7 +172,7 @@ def _measure(logits: Tensor, targets: Tensor, own: _Part | None) -> tuple[Tensor
         total, chosen = own.total(torch.stack([total, chosen]))
     losses = total.log() + largest - chosen
     logits.div_(total.unsqueeze(1))
-    logits[torch.arange(len(targets), device=targets.device), place] -= mine
+    logits[torch.arange(len(targets), device=targets.device), place] -= mine.to(logits.dtype)
     return losses, (chosen == largest).sum(), logits
 
 

@@ -61,6 +61,4 @@ def _make_groups(weights: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[s
             groups.setdefault((decay, factor), []).append(weight)
     if not groups:  # of a rank that has moments of no weight
         groups[0.0, 1.0] = []
-    return [
-        {"params": some, "weight_decay": decay, "rate_factor": factor} for (decay, factor), some in groups.items()
-    ]
+    return [{"params": some, "weight_decay": decay, "rate_factor": factor} for (decay, factor), some in groups.items()]

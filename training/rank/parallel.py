@@ -141,8 +141,9 @@ class SingleDevice:
 
     def optimizer_state(self) -> dict[str, Any]:
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.as_dict()}
-        state, names = self._optimizer.state_dict()["state"], self._list_names()
-        return {"state": {names[place]: self._whole(names[place], moments) for place, moments in state.items()}, **scale}
+        state = self._optimizer.state_dict()["state"]
+        named = {name: state[place] for place, name in enumerate(self._list_names()) if place in state}
+        return {"state": {name: self._whole(name, moments) for name, moments in named.items()}, **scale}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self.loss_scale is not None:

@@ -93,9 +93,7 @@ class TensorParallel(DataParallel):
 
     def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:
         weight = self._weights[name]
-        return {
-            kind: cut_like(weight, value) if _is_like(value, weight) else value for kind, value in moments.items()
-        }
+        return {kind: cut_like(weight, value) if _is_like(value, weight) else value for kind, value in moments.items()}
 
     def _spread(self, value: Tensor, source: int, members: Group) -> None:
         if isinstance(members, Ranks) and members.ranks > 1:

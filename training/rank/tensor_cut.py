@@ -1,7 +1,7 @@
 """A model cut for ranks that compute each layer together (Shoeybi et al. 2019, arXiv:1909.08053)."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ def cut(model: nn.Module, ranks: DeviceMesh, device: torch.device) -> None:
     tied = _list_tied(model)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(base.named_modules()):
-        for part, style in _list_parts(name, module, plan.get(any_layer(name))):
+        for part, style in _list_parts(module, plan.get(any_layer(name))):
             for own, weight in list(part.named_parameters(recurse=False)):
                 of_weight = style_of(f"{name}.{own}", plan) if part is module else style
                 if of_weight in SPLITTING:
@@ -51,9 +51,8 @@ def cut_like(own: Tensor, whole: Tensor) -> Tensor:
     """Of a whole tensor, which every rank has, the part that this one has of `own`."""
     if not isinstance(own, DTensor):
         return whole
-    part: Tensor | None = DtensorShardOperation(own).shard_tensor(whole, device=whole.device, dtype=whole.dtype)
-    assert part is not None  # that is of experts which come one by one
-    return part
+    reader = DtensorShardOperation(own)
+    return cast(Tensor, reader.shard_tensor(whole, device=whole.device, dtype=whole.dtype))
 
 
 def local_part(weight: Tensor) -> Tensor:
@@ -65,7 +64,7 @@ def is_cut(weight: Tensor) -> bool:
     return isinstance(weight, DTensor) and not all(place.is_replicate() for place in weight.placements)
 
 
-def _list_parts(name: str, module: nn.Module, style: str | None) -> Iterator[tuple[nn.Module, str | None]]:
+def _list_parts(module: nn.Module, style: str | None) -> Iterator[tuple[nn.Module, str | None]]:
     """Of a module, or of what an adapter has put in its place, the modules with weights, and how each is split."""
     if isinstance(module, LoraLayer):
         yield module.base_layer, style
