@@ -71,7 +71,8 @@ def forecast_memory(
     strategy, ranks = spec.layout.strategy, spec.layout.data
     gathered_bytes = _gathered_bytes(model, weights_bytes) if strategy in SHARDS_WEIGHTS else 0
     # DeepSpeed steps a copy of the weights, also where they are fp32 themselves.
-    master_bytes = model.trained_parameters * 4 if strategy.startswith("zero") else 0
+    by_deepspeed = strategy.startswith("zero") and spec.layout.tensor == 1
+    master_bytes = model.trained_parameters * 4 if by_deepspeed else 0
     of_weights, of_gradients, of_optimizer = share_states(
         strategy, ranks, weights_bytes, model.trained_parameters * 4, _optimizer_bytes(spec, model) + master_bytes
     )

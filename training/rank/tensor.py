@@ -15,7 +15,7 @@ from training.rank.group import Group, Ranks
 from training.rank.mesh import find_data_group, make_mesh
 from training.rank.optim import build_optimizer
 from training.rank.parallel import SingleDevice
-from training.rank.tensor_cut import cut, cut_like, is_cut, local_part
+from training.rank.tensor_cut import cast_parts, cut, cut_like, is_cut, local_part
 
 BUCKET_NUMBERS = 2**25
 """Gradients or weights that are exchanged at once; the copy of them is there meanwhile."""
@@ -50,6 +50,9 @@ class TensorParallel(DataParallel):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         put_each(self.model, weights, lambda own, whole: local_part(own).copy_(cut_like(own, whole)))
+
+    def cast_weights(self, dtype: torch.dtype) -> None:
+        cast_parts(self.model, dtype)
 
     def _find_trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         self._weights = super()._find_trained(model)

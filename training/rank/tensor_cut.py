@@ -55,6 +55,16 @@ def cut_like(own: Tensor, whole: Tensor) -> Tensor:
     return cast(Tensor, reader.shard_tensor(whole, device=whole.device, dtype=whole.dtype))
 
 
+def cast_parts(model: nn.Module, dtype: torch.dtype) -> None:
+    """Weights only, as `cast_weights`: those that are parts do not take another type in their place."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight not in made:
+                made[weight] = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
+            module.register_parameter(name, made[weight])
+
+
 def local_part(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
