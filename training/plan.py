@@ -121,7 +121,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
     _require_gatherable(layout, model)
     _require_splittable(layout, model)
-    if layout.ranks > 1 and spec.parallelism.strategy == "auto":
+    if layout.data == layout.ranks > 1 and spec.parallelism.strategy == "auto":
         why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
     return Plan(
         device=device,

@@ -1,6 +1,7 @@
 """Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053): each rank keeps a part of every matrix, and computes with it
 its part of every layer. Several such groups of ranks may share the rows."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from training.errors import ModelError
 from training.plan import Plan
 from training.rank.data_parallel import DataParallel, gather_each, gather_whole, put_each
 from training.rank.group import Group, Ranks
@@ -29,6 +31,7 @@ class TensorParallel(DataParallel):
     def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
         mesh = make_mesh(plan)
         self._tensor = Ranks(mesh["tensor"].get_group())
+        self._is_first = True
         cut(model, mesh["tensor"], torch.device(plan.device))
         super().__init__(model, plan, group, find_data_group(mesh))
         for name, weight in self._trained.items():
@@ -66,6 +69,8 @@ class TensorParallel(DataParallel):
             if isinstance(gradient, DTensor) and isinstance(weight, DTensor):
                 gradient = gradient.redistribute(placements=weight.placements).to_local()
             self._trained[name].grad = gradient
+        if self._is_first:
+            self._require_same_gradients()
         if self.data.ranks == 1:
             return
         parts = list(self._trained.values())
@@ -76,6 +81,17 @@ class TensorParallel(DataParallel):
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         for some in _cut_list([weight.grad for weight in parts if weight.grad is not None]):
             _put_back(some, self.data.total(torch.cat([gradient.flatten() for gradient in some])))
+
+    def _require_same_gradients(self) -> None:
+        """Raises ModelError where the plan is wrong in training: where each rank has another gradient for a weight that
+        is whole on all, which each would go on to train by itself. Once, which is enough."""
+        found = {name: weight.grad for name, weight in self._trained.items() if name not in self._cut}
+        norms = {name: float(gradient.norm()) for name, gradient in found.items() if gradient is not None}
+        self._is_first = not all(map(math.isfinite, norms.values()))
+        unlike = find_unlike(self._tensor.gather(norms))
+        if unlike and not self._is_first:
+            message = f"the plan for how to split this model gives ranks other gradients for {unlike[0]}"
+            raise ModelError(f'{message}; leave parallelism.tensor out, "fsdp" trains it', param="parallelism.tensor")
 
     def _find_norm(self, gradients: list[Tensor]) -> Tensor:  # noqa: ARG002 - they are these
         """Each part counts once, and what is whole on all ranks as well."""
@@ -140,6 +156,13 @@ class TensorZero(TensorParallel):
                 found[name] = {"step": torch.tensor(every[name]), **whole}
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.as_dict()}
         return {"state": found, **scale}
+
+
+def find_unlike(norms: Sequence[Mapping[str, float]]) -> list[str]:
+    """The names of what is not the same on all ranks, but for rounding."""
+    least = 1e-6 * max((norm for of_rank in norms for norm in of_rank.values()), default=0.0)
+    several = {name: [of_rank.get(name, 0.0) for of_rank in norms] for name in norms[0]}
+    return [name for name, of_ranks in several.items() if max(of_ranks) - min(of_ranks) > 1e-3 * max(of_ranks) + least]
 
 
 def _as_part(value: Tensor, weight: Tensor) -> Tensor:

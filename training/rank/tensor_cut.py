@@ -51,8 +51,9 @@ def cut_like(own: Tensor, whole: Tensor) -> Tensor:
     """Of a whole tensor, which every rank has, the part that this one has of `own`."""
     if not isinstance(own, DTensor):
         return whole
-    reader = DtensorShardOperation(own)
-    return cast(Tensor, reader.shard_tensor(whole, device=whole.device, dtype=whole.dtype))
+    part = cast(Tensor, DtensorShardOperation(own).shard_tensor(whole, device=whole.device, dtype=whole.dtype))
+    # Copied: a slice would keep the whole in memory, and the optimizer takes no columns of it.
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def cast_parts(model: nn.Module, dtype: torch.dtype) -> None:
@@ -93,8 +94,7 @@ def _cut(holder: nn.Module, name: str, style: str, ranks: DeviceMesh, device: to
     holder.register_parameter(name, nn.Parameter(whole.detach().to("meta"), requires_grad=whole.requires_grad))
     ALL_PARALLEL_STYLES[style].shard_param(holder, name, ranks)
     shape = holder.get_parameter(name)
-    # Copied: a slice would keep the whole in memory.
-    part = cut_like(shape, whole.detach()).to(device).clone(memory_format=torch.contiguous_format)
+    part = cut_like(shape, whole.detach()).to(device)
     made = DTensor.from_local(
         part, ranks, shape.placements, run_check=False, shape=shape.shape, stride=tuple(shape.stride())
     )

@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 BY_OUTPUTS = {"colwise", "colwise_gather_output"}
 BY_INPUTS = {"rowwise", "rowwise_split_input"}
 PACKED = "packed_colwise"
@@ -43,7 +41,7 @@ def find_sizes(model: Any) -> tuple[int, int]:
     return math.gcd(*(_units(model, name, style_of(name, plan)) for name in layers)), whole
 
 
-def _units(model: nn.Module, name: str, style: str | None) -> int:
+def _units(model: Any, name: str, style: str | None) -> int:
     """Of what a weight is split in: its rows, columns or, in attention, heads."""
     weight, holder = model.get_parameter(name), name.rpartition(".")[0]
     if style == PACKED:
@@ -52,7 +50,10 @@ def _units(model: nn.Module, name: str, style: str | None) -> int:
     if style in BY_INPUTS and is_bias:
         return 0  # whole
     width: int = weight.shape[-1 if style in BY_INPUTS or is_bias else -2]
-    heads_of = model.get_submodule(holder.rpartition(".")[0])
-    is_local = style in ("colwise", "rowwise") and re.search(r"attn|attention", holder)
-    size = getattr(heads_of, "head_dim", None)
-    return width // size if is_local and isinstance(size, int) else width
+    if style not in ("colwise", "rowwise") or not re.search(r"attn|attention", holder):
+        return width
+    size = getattr(model.get_submodule(holder.rpartition(".")[0]), "head_dim", None)
+    if isinstance(size, int):
+        return width // size
+    text = model.config.get_text_config()
+    return math.gcd(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or 0)

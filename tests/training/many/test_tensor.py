@@ -23,6 +23,7 @@ from tests.training.tiny_runs import (
 )
 from training.rank.run import run
 from training.rank.stop import Stop
+from training.rank.tensor import find_unlike
 from training.rank.tensor_plan import find_sizes
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
 
@@ -242,6 +243,12 @@ def test_a_model_is_split_by_its_heads_and_widths(family: str, units: int) -> No
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(make_config(family))
     assert find_sizes(model)[0] == units
+
+
+def test_gradients_that_ranks_do_not_share_are_found() -> None:
+    same = {"norm": 2.0, "unused": 0.0, "rounded": 1.0}
+    assert find_unlike([same, {**same, "rounded": 1.0 + 1e-6}]) == []
+    assert find_unlike([same, {**same, "norm": 2.1}]) == ["norm"]
 
 
 def test_norms_alone_are_whole_on_all_ranks() -> None:
