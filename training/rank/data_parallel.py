@@ -19,9 +19,9 @@ class DataParallel(SingleDevice):
     are at work on the same rows (mesh.py)."""
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, data: Group | None = None) -> None:
-        super().__init__(model, plan, group)
         self.data = data or group
         self.data_rank, self.data_ranks = self.data.rank, self.data.ranks
+        super().__init__(model, plan, group)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         super().backward(loss * self.data_ranks, last=last)  # for it is averaged over them

@@ -87,8 +87,9 @@ class TensorParallel(DataParallel):
         is whole on all, which each would go on to train by itself. Once, which is enough."""
         found = {name: weight.grad for name, weight in self._trained.items() if name not in self._cut}
         norms = {name: float(gradient.norm()) for name, gradient in found.items() if gradient is not None}
-        self._is_first = not all(map(math.isfinite, norms.values()))
-        unlike = find_unlike(self._tensor.gather(norms))
+        told = self._tensor.gather(norms)
+        self._is_first = not all(math.isfinite(norm) for of_rank in told for norm in of_rank.values())
+        unlike = find_unlike(told)
         if unlike and not self._is_first:
             message = f"the plan for how to split this model gives ranks other gradients for {unlike[0]}"
             raise ModelError(f'{message}; leave parallelism.tensor out, "fsdp" trains it', param="parallelism.tensor")
@@ -124,8 +125,8 @@ class TensorZero(TensorParallel):
     each has those of some weights, as many numbers as the others, steps them, and gives them to the others."""
 
     def _build_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
-        numbers = [0] * self.data_ranks
         self._owners = {}
+        numbers = [0] * self.data_ranks
         for name, weight in sorted(self._trained.items(), key=lambda named: -named[1].numel()):
             self._owners[name] = numbers.index(min(numbers))
             numbers[self._owners[name]] += weight.numel()

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.tiny import make_config, make_model, save_model
+from tests.tiny import make_config, make_model, make_plan, save_model
 from tests.training.many.ranks import Case, assert_same_training, find_difference, train_on_ranks
 from tests.training.many.test_equality import PREFERENCES
 from tests.training.tiny_runs import (
@@ -21,9 +23,11 @@ from tests.training.tiny_runs import (
     weights_of,
     without_times,
 )
+from training.rank.group import Ranks
 from training.rank.run import run
 from training.rank.stop import Stop
-from training.rank.tensor import find_unlike
+from training.rank.tensor import TensorZero, find_unlike
+from training.rank.tensor_cut import local_part
 from training.rank.tensor_plan import find_sizes
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
 
@@ -249,6 +253,24 @@ def test_gradients_that_ranks_do_not_share_are_found() -> None:
     same = {"norm": 2.0, "unused": 0.0, "rounded": 1.0}
     assert find_unlike([same, {**same, "rounded": 1.0 + 1e-6}]) == []
     assert find_unlike([same, {**same, "norm": 2.1}]) == ["norm"]
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
+def test_each_rank_keeps_a_part_of_every_matrix_and_of_all_moments() -> None:
+    """One of four ranks by itself, two by two; nothing is exchanged."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)  # type: ignore[no-untyped-call]
+    try:
+        plan = make_plan(ranks=4, data=2, tensor=2, strategy="zero1")
+        parallel = TensorZero(make_model(), plan, Ranks())
+    finally:
+        dist.destroy_process_group()
+    model = make_model()
+    norms = sum(weight.numel() for weight in model.parameters() if weight.ndim == 1)
+    matrices = sum(weight.numel() for weight in model.parameters()) - norms
+    kept = sum(local_part(weight).numel() for weight in parallel.model.parameters())
+    stepped = sum(weight.numel() for group in parallel._optimizer.param_groups for weight in group["params"])
+    assert kept == norms + matrices // 2
+    assert stepped == pytest.approx(kept / 2, rel=0.02)
 
 
 def test_norms_alone_are_whole_on_all_ranks() -> None:
