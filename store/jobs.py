@@ -37,6 +37,11 @@ def create_job(session: Session, project_id: str, spec: JobSpec, *, idempotency_
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
     if earlier := _find_same_call(session, project_id, digest, idempotency_key, is_retry):
         return earlier
+    if spec.resources.nodes > 1:
+        message = (
+            "resources.nodes: this version places a job on one host; leave it out, or start the engine on each host"
+        )
+        raise InvalidRequestError(message, param="resources.nodes", code="not_offered")
     _check_file(session, project_id, spec, spec.training_file, "training_file")
     if spec.validation_file is not None:
         _check_file(session, project_id, spec, spec.validation_file, "validation_file")

@@ -9,15 +9,17 @@ from pathlib import Path
 
 from training.errors import BurnishError
 from training.launch import make_environment, run_alone, write_spec
+from training.node import add_arguments, find_node
 from training.rows import make_report
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, RunDir
+from training.spec import load_spec
 
 
 def main() -> int:
     asked = _make_parser().parse_args()
     try:
         if asked.command == "run":
-            return _run(asked.spec, RunDir(asked.run_dir.resolve()), asked.quiet)
+            return _run(asked, RunDir(asked.run_dir.resolve()))
         if asked.command == "plan":
             return _plan(asked.spec)
         return _validate(asked.file)
@@ -33,6 +35,7 @@ def _make_parser() -> argparse.ArgumentParser:
     run.add_argument("spec", type=Path, help="a create body as JSON; model and files may be paths")
     run.add_argument("--run-dir", type=Path, required=True, help="where all that the run writes goes")
     run.add_argument("--quiet", action="store_true", help="print errors only")
+    add_arguments(run)
     plan = commands.add_parser("plan", help="print the plan of a spec as JSON; nothing is trained")
     plan.add_argument("spec", type=Path)
     validate = commands.add_parser("validate", help="print what is wrong with the rows of a file as JSON")
@@ -40,9 +43,12 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(spec: Path, run_dir: RunDir, quiet: bool) -> int:
-    write_spec(spec, run_dir)
-    return run_alone(run_dir, make_environment(os.environ), quiet=quiet)
+def _run(asked: argparse.Namespace, run_dir: RunDir) -> int:
+    node = find_node(asked, load_spec(asked.spec).layout)
+    write_spec(asked.spec, run_dir)
+    if node is not None and node.rank > 0 and not asked.quiet:
+        print(f"node {node.rank}: what happens is told at node 0, {node.place}; the log of this one is {run_dir.log}")
+    return run_alone(run_dir, make_environment(os.environ), quiet=asked.quiet, node=node)
 
 
 def _plan(spec: Path) -> int:

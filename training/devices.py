@@ -1,27 +1,19 @@
 """The devices of a job: how many it asks for, and how its training is spread over them."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from training.adapter import Adapter
-from training.fields import Auto, Part, at, show, whole
+from training.fields import Auto, Part, at, whole
 
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Offload = Literal["none", "optimizer", "params"]
-_VALUES: dict[str, Any] = {"strategy": Strategy, "offload": Offload}
-
-NOT_OFFERED: set[tuple[str, object]] = {
-    ("offload", "optimizer"),
-    ("offload", "params"),
-}
-"""Values of the contract that this version refuses by name."""
 
 SIZES_NOT_OFFERED = {
     "pipeline",
-    "expert",
 }
 """Fields that this version takes the value 1 of."""
 
@@ -35,6 +27,8 @@ SHARDS_STATES = {"fsdp", "zero1", "zero2", "zero3"}
 class Resources(Part):
     gpus: Annotated[int | Auto, whole(0, auto=True)] = "auto"
     "GPUs of the job; auto is one where the host has GPUs, else the CPU. 0 asks for the CPU."
+    nodes: Annotated[int, whole(1, 128)] = 1
+    "Hosts among which the ranks are shared evenly; `gpus` is of all of them together."
     priority: Annotated[int, whole(-100, 100)] = 0
     "Higher goes first."
     max_attempts: Annotated[int, whole(1, 20)] = 3
@@ -53,16 +47,16 @@ class Parallelism(Part):
     pipeline: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the layers are split."
     expert: Annotated[int, whole(1, 1024)] = 1
-    "Ranks among which the experts of a layer are split."
+    "Data-parallel ranks among which the experts of a layer are split; each token is sent to the rank of its expert."
+    context: Annotated[int, whole(1, 1024)] = 1
+    "Ranks among which the tokens of each pass are split, for rows that do not fit one device."
     offload: Offload = "none"
-    "What is kept in the host's memory."
+    "What waits in the host's memory: what the optimizer keeps (zero1, zero2, zero3), or the weights too (zero3, fsdp)."
 
     @model_validator(mode="after")
     def _offered(self) -> Self:
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if (name, value) in NOT_OFFERED:
-                raise at(name, f"{show(value)} is not offered yet; there is {_list_offered(name)}", "not_offered")
             if name in SIZES_NOT_OFFERED and value != 1:
                 raise at(name, f"{value} is not offered yet; leave it at 1", "not_offered")
         return self
@@ -70,53 +64,96 @@ class Parallelism(Part):
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a run, all named: there are data x tensor x pipeline of them."""
+    """The ranks of a run, all named: there are data x context x tensor x pipeline of them."""
 
     strategy: Strategy
     data: int
     tensor: int
     pipeline: int
     expert: int
+    context: int = 1
+    nodes: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.copies * self.tensor * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same weights, whole or in parts, and whose gradients are summed."""
+        return self.data * self.context
+
+    @property
+    def local_ranks(self) -> int:
+        """On each node; ranks that follow each other are on one node."""
+        return self.ranks // self.nodes
 
 
 def make_layout(asked: Parallelism, resources: Resources) -> Layout:
     """Decided by the spec alone, before a host is known. Raises as a validator does, for sizes that do not go together
     with `resources.gpus`."""
-    of_model = asked.tensor * asked.pipeline
+    of_model = asked.context * asked.tensor * asked.pipeline
     gpus = None if resources.gpus in ("auto", 0) else int(resources.gpus)
-    data = (gpus or of_model) // of_model if asked.data == "auto" else asked.data
+    data = (gpus or of_model * asked.expert) // of_model if asked.data == "auto" else asked.data
     if gpus is not None and data * of_model != gpus:
         sizes = f"data {max(1, data)} x tensor {asked.tensor} x pipeline {asked.pipeline}"
+        sizes += f" x context {asked.context}" if asked.context > 1 else ""
         message = f"{sizes} takes {max(1, data) * of_model} GPUs, and resources.gpus is {gpus}; make them equal"
         raise at("parallelism.data", f'{message}, or leave data out ("auto")')
+    nodes, ranks = resources.nodes, data * of_model
+    if ranks % nodes:
+        what = f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be shared evenly among {nodes} nodes"
+        raise at(
+            "resources.nodes", f"{what}; set resources.gpus, on the CPU parallelism.data, to a multiple of {nodes}"
+        )
     strategy = asked.strategy
     if strategy == "auto":
-        strategy = "ddp" if data > 1 else "none"
-    return Layout(strategy, data, asked.tensor, asked.pipeline, asked.expert)
+        strategy = "ddp" if data * asked.context > 1 else "none"
+    return Layout(
+        strategy,
+        data=data,
+        tensor=asked.tensor,
+        pipeline=asked.pipeline,
+        expert=asked.expert,
+        context=asked.context,
+        nodes=nodes,
+    )
 
 
 def find_conflict(
-    layout: Layout, adapter: Adapter, optimizer: str, *, activation_offloading: bool
+    layout: Layout, adapter: Adapter, optimizer: str, *, activation_offloading: bool, offload: Offload = "none"
 ) -> PydanticCustomError | None:
     """What cannot run in this layout, with what can."""
     strategy = layout.strategy
-    if strategy == "none" and layout.data > 1:
-        return at("parallelism.strategy", f'"none" is for one device, and there are {layout.data}; set "auto" or "ddp"')
+    if offload == "optimizer" and not strategy.startswith("zero"):
+        how = '; "params" moves all of it' if strategy == "fsdp" else "; leave it out"
+        message = f'"optimizer" goes with "zero1", "zero2" and "zero3", and the strategy is "{strategy}"{how}'
+        return at("parallelism.offload", message)
+    if offload == "params" and strategy not in SHARDS_WEIGHTS:
+        how = '; "optimizer" moves what is split' if strategy in SHARDS_STATES else "; leave it out"
+        message = f'"params" goes with "fsdp" and "zero3", and the strategy is "{strategy}"{how}'
+        return at("parallelism.offload", message)
+    if offload != "none" and layout.tensor > 1:
+        return at("parallelism.offload", "what parallelism.tensor has split stays on its device; leave one of them out")
+    if layout.expert > 1 and (conflict := _find_expert_conflict(layout, adapter, optimizer, activation_offloading)):
+        return conflict
     if layout.tensor > 1 and (conflict := _find_tensor_conflict(layout, adapter, optimizer, activation_offloading)):
         return conflict
-    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.data == 1:
+    if strategy == "none" and layout.copies > 1:
+        message = f'"none" is for one device, and there are {layout.copies}; set "auto" or "ddp"'
+        return at("parallelism.strategy", message)
+    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.copies == 1:
         how = "set resources.gpus to 2 or more, on the CPU parallelism.data, or leave the strategy out"
         if layout.ranks > 1:
             how = "set parallelism.data to 2 or more, or leave the strategy out"
         return at("parallelism.strategy", f'"{strategy}" shares rows among devices, and parallelism.data is 1; {how}')
+    if layout.context > 1 and adapter.virtual_tokens:
+        return at("parallelism.context", f"a {adapter.type} stands before whole rows only; leave context at 1")
     if strategy not in SHARDS_STATES:
         return None
-    if adapter.type == "qlora":
-        return at("parallelism.strategy", f'"{strategy}" does not split quantised weights; "ddp" trains qlora')
+    if strategy in SHARDS_WEIGHTS and adapter.type == "qlora" and adapter.bits == 8:
+        message = f'"{strategy}" splits weights in 4 bits, not in 8; "zero2" and "ddp" train both'
+        return at("parallelism.strategy", message)
     if adapter.virtual_tokens:
         return at("parallelism.strategy", f'"{strategy}" does not split a {adapter.type}; "ddp" trains it')
     if strategy == "zero3" and adapter.is_low_rank and (adapter.use_dora or adapter.init == "pissa"):
@@ -135,11 +172,35 @@ def find_conflict(
     return None
 
 
+def _find_expert_conflict(
+    layout: Layout, adapter: Adapter, optimizer: str, activation_offloading: bool
+) -> PydanticCustomError | None:
+    expert, param = layout.expert, "parallelism.expert"
+    others = [name for name in ("tensor", "pipeline", "context") if getattr(layout, name) > 1]
+    if others:
+        return at(param, f"experts are split among data-parallel ranks alone; leave {others[0]} at 1, or this")
+    if layout.data % expert:
+        message = f"experts are split among data-parallel ranks, and {expert} does not divide the {layout.data} of them"
+        return at(param, f"{message}; make parallelism.data a multiple of it, or leave it at 1")
+    if layout.strategy != "ddp":
+        return at(param, f'"{layout.strategy}" does not split experts; "ddp" does, or leave it at 1')
+    if adapter.type == "qlora":
+        return at(param, 'quantised models are loaded onto each device whole; "lora" is trained, or leave it at 1')
+    if optimizer != "adamw":
+        return at(param, f'the moments of {optimizer} are not split; take "adamw", or leave it at 1')
+    if activation_offloading:
+        return at("activation_offloading", "not together with parallelism.expert; leave one of them out")
+    return None
+
+
 def _find_tensor_conflict(
     layout: Layout, adapter: Adapter, optimizer: str, activation_offloading: bool
 ) -> PydanticCustomError | None:
     """What does not go together with matrices that are split among ranks."""
     strategy, param = layout.strategy, "parallelism.tensor"
+    others = [name for name in ("pipeline", "context") if getattr(layout, name) > 1]
+    if others:
+        return at(param, f"it does not go together with {others[0]}; leave that at 1, or this")
     if strategy not in ("none", "ddp", "zero1"):
         message = f'"{strategy}" does not go together with parallelism.tensor; "ddp" and "zero1" do'
         return at("parallelism.strategy", message)
@@ -154,8 +215,3 @@ def _find_tensor_conflict(
     if activation_offloading:
         return at("activation_offloading", "not together with parallelism.tensor; leave it out, or take tensor 1")
     return None
-
-
-def _list_offered(name: str) -> str:
-    offered = [f'"{value}"' for value in get_args(_VALUES[name]) if (name, value) not in NOT_OFFERED]
-    return " or ".join(part for part in (", ".join(offered[:-1]), offered[-1]) if part)

@@ -5,7 +5,7 @@ from typing import Any
 from training.errors import SpecError
 from training.spec import JobSpec
 
-MAY_CHANGE = {"suffix", "metadata", "resources", "parallelism"}
+MAY_CHANGE = {"suffix", "metadata", "resources", "parallelism", "deepspeed"}
 HYPER_MAY_CHANGE = {"n_epochs", "max_steps", "eval_steps", "save_steps", "save_total_limit", "early_stopping"}
 
 

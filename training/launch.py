@@ -10,11 +10,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from training.devices import Layout
 from training.errors import SpecError
 from training.events import Event, read_events
 from training.extending import require_same_run
 from training.flops import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
-from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, TIMEOUT_SETTING, RunDir, write_json
+from training.node import Node
+from training.rundir import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    MEETING_SETTING,
+    SILENCE_SETTING,
+    TIMEOUT_SETTING,
+    RunDir,
+    write_json,
+)
 from training.spec import JobSpec, load_spec, parse_spec
 
 POLL_S = 0.2
@@ -31,11 +42,13 @@ KEPT = {
         "VIRTUAL_ENV",
         "BURNISH_MODEL_CACHE",
         TIMEOUT_SETTING,
+        MEETING_SETTING,
+        SILENCE_SETTING,
     ),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 }
 KEPT_PREFIXES = (
-    *("LC_", "LD_", "PYTHON", "XDG_", "SSL_", "CUDA_", "NVIDIA_", "NCCL_", "CUBLAS_"),
+    *("LC_", "LD_", "PYTHON", "XDG_", "SSL_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "CUBLAS_"),
     *("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_"),
 )
 """What a rank may see of its starter's environment: the keys and addresses of the service are not among it."""
@@ -51,13 +64,22 @@ DEFAULTS = {
 }
 
 
-def make_command(run_dir: Path, attempt: int, *, base_name: str | None = None, plan_only: bool = False) -> list[str]:
-    """The argv of the rank of a run, or of what starts its ranks where there are several. `base_name` is what the
-    adapter's config calls its base, where that is not what the spec names: a service's users know a model by its name,
-    not by its folder."""
-    ranks = 1 if plan_only else _count_ranks(RunDir(run_dir))
-    start = ["training.rank"] if ranks == 1 else ["training.rank.torchrun", "--ranks", str(ranks)]
+def make_command(
+    run_dir: Path,
+    attempt: int,
+    *,
+    base_name: str | None = None,
+    plan_only: bool = False,
+    node: Node | None = None,
+) -> list[str]:
+    """The argv of the rank of a run, or of what starts its ranks on this host where there are several. `base_name` is
+    what the adapter's config calls its base, where that is not what the spec names: a service's users know a model by
+    its name, not by its folder. `node` is which of several hosts this one is."""
+    layout = None if plan_only else _find_layout(RunDir(run_dir))
+    several = layout is not None and layout.ranks > 1
+    start = ["training.rank.torchrun", "--ranks", str(layout.local_ranks)] if layout and several else ["training.rank"]
     command = [sys.executable, "-m", *start, str(run_dir), "--attempt", str(attempt)]
+    command += node.as_arguments() if node is not None else []
     command += ["--base-name", base_name] if base_name is not None else []
     return [*command, "--plan-only"] if plan_only else command
 
@@ -98,14 +120,21 @@ def write_spec(spec_file: Path, run_dir: RunDir) -> None:
         raise SpecError(f"{at}: {bad.strerror}; choose another run directory, a folder that can be written") from bad
 
 
-def run_alone(run_dir: RunDir, environment: Mapping[str, str], *, quiet: bool = False, plan_only: bool = False) -> int:
+def run_alone(
+    run_dir: RunDir,
+    environment: Mapping[str, str],
+    *,
+    quiet: bool = False,
+    plan_only: bool = False,
+    node: Node | None = None,
+) -> int:
     """Start the rank of a prepared directory, pass signals on, tell each event as a line, and wait for its end.
 
     The exit code is the rank's own. A rank that dies of a signal that was passed on counts as stopped.
     """
     events, offset = read_events(run_dir.events, 0) if run_dir.events.exists() else ([], 0)
     attempt = max((event.attempt for event in events), default=0) + 1
-    command = make_command(run_dir.path, attempt, plan_only=plan_only)
+    command = make_command(run_dir.path, attempt, plan_only=plan_only, node=node)
     console = Console(run_dir.events, offset, quiet=quiet or plan_only)
     with run_dir.log.open("ab") as log:
         process = subprocess.Popen(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
@@ -200,12 +229,12 @@ def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
             signal.signal(number, handler)
 
 
-def _count_ranks(run_dir: RunDir) -> int:
-    """Of a spec that cannot be read one: it finds that again, and tells it."""
+def _find_layout(run_dir: RunDir) -> Layout | None:
+    """None of a spec that cannot be read: the one rank finds that again, and tells it."""
     try:
-        return load_spec(run_dir.spec).layout.ranks
+        return load_spec(run_dir.spec).layout
     except SpecError:
-        return 1
+        return None
 
 
 def _tell_death(code: int, run_dir: RunDir) -> None:
@@ -217,6 +246,9 @@ def _tell_death(code: int, run_dir: RunDir) -> None:
     else:
         ending = f"ended with code {code}"
     last = run_dir.log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
+    if last.startswith("error: "):  # of a node that tells no events
+        print(last, file=sys.stderr)
+        return
     print(f"error: the training process {ending}. The last line of {run_dir.log}: {last}", file=sys.stderr)
 
 

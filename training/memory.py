@@ -3,7 +3,7 @@
 import math
 
 from training.adapter import Adapter
-from training.devices import SHARDS_STATES, SHARDS_WEIGHTS, Strategy
+from training.devices import SHARDS_STATES, SHARDS_WEIGHTS, Offload, Strategy
 from training.facts import DataFacts, Fact, ModelFacts
 from training.spec import JobSpec, NextTokenHyperparameters
 
@@ -21,10 +21,14 @@ class Memory(Fact):
     optimizer_bytes: int
     activations_bytes: int
     logits_bytes: int
+    host_bytes: int = 0
+    "What waits in the host's memory beside a GPU's, of each rank; not among the others."
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.__dict__.values())
+        """On the device."""
+        states_bytes = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states_bytes + self.activations_bytes + self.logits_bytes
 
 
 def forecast_memory(
@@ -37,9 +41,11 @@ def forecast_memory(
     gradient_checkpointing: bool,
     activation_offloading: bool = False,
     shared: tuple[int, int] | None = None,
+    device: str = "cpu",
 ) -> Memory:
     """Bytes by part on each device.
 
+    With context parallelism a rank has its piece of a pass, whose trained tokens may all be in it.
     Model states as in ZeRO (Rajbhandari et al. 2020, section 3.1): what is trained is kept in fp32 with its gradient
     and Adam's two moments (4 + 4 + 8 bytes); frozen weights in the compute type. Activations are counted as Korthikanti
     et al. (2022, section 4.1) do, for today's layers (gated, without dropout, attention matrix never stored): what the
@@ -49,18 +55,22 @@ def forecast_memory(
     all tokens of the pass. One quantised layer at a time is unpacked. Of adapted experts in stacks the sum of weight
     and adapter is kept, and a layer's gradient. An adapter that a preference method compares with is kept in fp32
     beside the trained one. What ranks keep a part of is in `share_states`; weights that are gathered for a moment count
-    as activations: embeddings and head, and two layers, the one that is computed and the next. Of matrices that are
-    split (`parallelism.tensor`) a rank has its part, and of activations that of its heads and its part of the MLP: 4 of
-    the 12 are whole on each (Korthikanti et al., section 4.2.1), and so are adapters but for next to nothing.
+    as activations: embeddings and head, and two layers, the one that is computed and the next. What is offloaded counts
+    on the host where the device is a GPU, and on a CPU as if it were not. Of matrices that are split
+    (`parallelism.tensor`) a rank has its part, and of activations that of its heads and its part of the MLP: 4 of the
+    12 are whole on each (Korthikanti et al., section 4.2.1), and so are adapters but for next to nothing.
 
-    A pass has `micro_batch_size` of the longest rows, or of shorter ones as many rows and tokens as `shared` says.
+    A pass has `micro_batch_size` of the longest rows, or of shorter ones as many rows and tokens as `shared` says. Of
+    split experts a rank keeps its share, and as many tokens are taken to come to it as it sends.
     """
+    model = _share_experts(model, spec.layout.expert)
     width = 4 if precision == "fp32" else 2
     model = _split(model, spec)
     # The loss of a pair needs both of its sides at once.
     passes = 2 if spec.method.type == "dpo" else 1
     pass_tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
     rows, tokens = shared or (micro_batch_size, pass_tokens)
+    pass_tokens = math.ceil(pass_tokens / spec.layout.context)
     trained_tokens = max(
         micro_batch_size * data.longest_trained_tokens, min(tokens, rows * data.longest_trained_tokens)
     )
@@ -68,18 +78,26 @@ def forecast_memory(
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
     kept_bytes = _kept_bytes(spec, width, model, passes, pass_tokens, gradient_checkpointing, activation_offloading)
     weights_bytes = _weights_bytes(spec, width, model)
-    strategy, ranks = spec.layout.strategy, spec.layout.data
+    strategy, ranks = spec.layout.strategy, spec.layout.copies
     gathered_bytes = _gathered_bytes(model, weights_bytes) if strategy in SHARDS_WEIGHTS else 0
-    # DeepSpeed steps a copy of the weights, also where they are fp32 themselves.
-    by_deepspeed = strategy.startswith("zero") and spec.layout.tensor == 1
-    master_bytes = model.trained_parameters * 4 if by_deepspeed else 0
+    copies = _count_copies(strategy, spec.parallelism.offload) if spec.layout.tensor == 1 else 0  # DeepSpeed's
+    copies_bytes = model.trained_parameters * 4 * copies
+    scales_bytes = _scales_bytes(spec, model) if strategy in SHARDS_WEIGHTS else 0
     of_weights, of_gradients, of_optimizer = share_states(
-        strategy, ranks, weights_bytes, model.trained_parameters * 4, _optimizer_bytes(spec, model) + master_bytes
+        strategy,
+        ranks,
+        weights_bytes - scales_bytes,
+        model.trained_parameters * 4,
+        _optimizer_bytes(spec, model) + copies_bytes,
     )
+    on_host = _list_offloaded(strategy, spec.parallelism.offload) if device == "cuda" else set()
+    parts = {"weights": of_weights, "gradients": of_gradients, "optimizer": of_optimizer}
+    on_device = {name: 0 if name in on_host else size for name, size in parts.items()}
     return Memory(
-        weights_bytes=of_weights,
-        gradients_bytes=of_gradients,
-        optimizer_bytes=of_optimizer,
+        weights_bytes=on_device["weights"] + scales_bytes,
+        gradients_bytes=on_device["gradients"],
+        optimizer_bytes=on_device["optimizer"],
+        host_bytes=sum(parts[name] for name in on_host),
         activations_bytes=kept_bytes + MASK_BYTES * mask_numbers + unpacked_bytes + gathered_bytes,
         logits_bytes=_logits_bytes(passes * trained_tokens, model),
     )
@@ -99,6 +117,20 @@ def _split(model: ModelFacts, spec: JobSpec) -> ModelFacts:
         "attention_heads": math.ceil(model.attention_heads / ranks),
     }
     return model.model_copy(update=mine)
+
+
+def _share_experts(model: ModelFacts, ranks: int) -> ModelFacts:
+    """What a rank keeps of a model whose experts are split among so many."""
+    others, of_trained = (
+        count - math.ceil(count / ranks) for count in (model.expert_parameters, model.trained_expert_parameters)
+    )
+    return model.model_copy(
+        update={
+            "parameters": model.parameters - others,
+            "trained_parameters": model.trained_parameters - of_trained,
+            "stacked_parameters": math.ceil(model.stacked_parameters / ranks),
+        }
+    )
 
 
 def _weights_bytes(spec: JobSpec, width: int, model: ModelFacts) -> int:
@@ -152,6 +184,28 @@ def share_states(
     )
 
 
+def _count_copies(strategy: Strategy, offload: Offload) -> int:
+    """Of what is trained, in fp32, beside weights, gradients and moments: DeepSpeed steps a copy of the weights, also
+    where they are fp32 themselves. On the host it sums gradients beside those that it steps, below stage 3 the new
+    weights lie there once more before they go back, and in stage 1 all of it is beside the device's gradients."""
+    if not strategy.startswith("zero"):
+        return 0
+    return 1 if offload == "none" else {"zero1": 4, "zero2": 3}.get(strategy, 2)
+
+
+def _list_offloaded(strategy: Strategy, offload: Offload) -> set[str]:
+    """Which of the states are kept on the host. Gradients of stage 1 are whole on the device until they are summed."""
+    if offload == "none":
+        return set()
+    kept = {"optimizer"} if strategy == "zero1" else {"optimizer", "gradients"}
+    return kept | {"weights"} if offload == "params" else kept
+
+
+def _scales_bytes(spec: JobSpec, model: ModelFacts) -> int:
+    """Those of quantised weights, which are not split with them."""
+    return math.ceil(model.quantised_parameters * (bits_per_weight(spec.adapter) - spec.adapter.bits) / 8)
+
+
 def _gathered_bytes(model: ModelFacts, weights_bytes: int) -> int:
     ends = min(1.0, 2 * model.vocabulary * model.hidden_size / model.parameters)
     return math.ceil(weights_bytes * (ends + (1 - ends) * min(1.0, 2 / model.layers)))
@@ -167,7 +221,7 @@ def _logits_bytes(trained_tokens: int, model: ModelFacts) -> int:
 def _needs_mask(spec: JobSpec, rows_per_pass: int) -> bool:
     """Whether rows that share a pass are told by a mask, once a pass."""
     packed = isinstance(spec.hyper, NextTokenHyperparameters) and spec.hyper.packing is True
-    return spec.attention != "flash" and (packed or rows_per_pass > 1)
+    return spec.attention != "flash" and spec.layout.context == 1 and (packed or rows_per_pass > 1)
 
 
 def bits_per_weight(adapter: Adapter) -> float:

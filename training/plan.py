@@ -46,14 +46,20 @@ class Plan(Fact):
     plan_version: Literal[1] = 1
     device: Literal["cuda", "cpu"]
     ranks: int
-    "Processes, each with a device: data x tensor x pipeline."
+    "Processes, each with a device: data x context x tensor x pipeline."
     strategy: Strategy = "none"
     data: int = 1
     "Ranks among which the rows of a batch are shared."
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
+    "Ranks among which the tokens of a pass are split."
+    nodes: int = 1
+    "Hosts, among which the ranks are shared evenly."
     offload: Offload = "none"
+    deepspeed: dict[str, Any] | None = None
+    "What was given of a DeepSpeed config; it is laid over what is derived."
     seed: int
     steps: int
     steps_per_epoch: int
@@ -121,8 +127,11 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
     _require_gatherable(layout, model)
     _require_splittable(layout, model)
-    if layout.data == layout.ranks > 1 and spec.parallelism.strategy == "auto":
-        why["strategy"] = "each device keeps the whole model and gradients are summed, which costs least time; see fsdp"
+    _require_experts(layout, model)
+    _require_cuttable(layout, model, attention)
+    if layout.copies == layout.ranks > 1 and spec.parallelism.strategy == "auto":
+        kept = "the whole model" if layout.expert == 1 else "all but the experts of others"
+        why["strategy"] = f"each device keeps {kept} and gradients are summed, which costs least time; see fsdp"
     return Plan(
         device=device,
         ranks=layout.ranks,
@@ -131,7 +140,10 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         expert=layout.expert,
+        context=layout.context,
+        nodes=layout.nodes,
         offload=spec.parallelism.offload,
+        deepspeed=spec.deepspeed.as_config() if spec.deepspeed else None,
         seed=DEFAULT_SEED if spec.seed is None else spec.seed,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
@@ -164,7 +176,9 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         trained_parameters=model.trained_parameters,
         quantised_parameters=model.quantised_parameters,
         lora_plus_ratio=spec.adapter.lora_plus_ratio,
-        memory=forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared),
+        memory=forecast_memory(
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+        ),
         compute=forecast_compute(
             spec,
             model,
@@ -210,6 +224,35 @@ def _require_splittable(layout: Layout, model: ModelFacts) -> None:
         raise SpecError(message, param=param)
 
 
+def _require_experts(layout: Layout, model: ModelFacts) -> None:
+    """Raises SpecError for a model whose experts cannot be split in so many parts."""
+    param = "parallelism.expert"
+    if layout.expert > 1 and not model.experts:
+        message = f"{param}: {model.family} has no experts that can be split among ranks; leave it at 1"
+        raise SpecError(message, param=param)
+    if model.experts and model.experts % layout.expert:
+        fitting = [parts for parts in range(2, model.experts + 1) if model.experts % parts == 0]
+        what = f"{layout.expert} does not divide the {model.experts} experts of a layer"
+        raise SpecError(f"{param}: {what}; {' and '.join(map(str, fitting))} do", param=param)
+
+
+def _require_cuttable(layout: Layout, model: ModelFacts, attention: Attention) -> None:
+    """Raises SpecError for a model whose rows cannot be computed in pieces."""
+    if layout.context == 1:
+        return
+    param, others = "parallelism.context", "leave it at 1, and take fsdp or zero3 where memory is short"
+    if attention != "sdpa" or not model.attends_to_all:
+        what = f"attention of {model.family}" if attention == "sdpa" else f'attention "{attention}"'
+        raise SpecError(f"{param}: {what} cannot be computed by heads that ranks exchange; {others}", param=param)
+    if model.attention_heads % layout.context:
+        heads = model.attention_heads
+        sizes = [size for size in range(2, heads + 1) if heads % size == 0]
+        fitting = f"{', '.join(map(str, sizes))} divide its {heads} heads"
+        raise SpecError(
+            f"{param}: {layout.context} does not divide the heads of {model.family}; {fitting}", param=param
+        )
+
+
 def make_max_seq_len(
     spec: JobSpec, context_tokens: int | None, longest_tokens: int | None = None, why: dict[str, str] | None = None
 ) -> int:
@@ -237,11 +280,12 @@ def may_share_a_pass(adapter: Adapter) -> bool:
 
 def choose_device(spec: JobSpec, hardware: Hardware) -> Literal["cuda", "cpu"]:
     """Raises SpecError where the host has not what was asked for."""
-    asked, param = spec.resources.gpus, "resources.gpus"
+    asked, param, nodes = spec.resources.gpus, "resources.gpus", spec.layout.nodes
     if asked == 0:
         return "cpu"
-    if asked != "auto" and asked > len(hardware.gpus):
-        message = f"{param}: {asked} asked, this host has {len(hardware.gpus)}"
+    if asked != "auto" and asked // nodes > len(hardware.gpus):
+        share = f" on {nodes} nodes, {asked // nodes} on each" if nodes > 1 else ""
+        message = f"{param}: {asked} asked{share}, this host has {len(hardware.gpus)}"
         raise SpecError(message, param=param, code="no_such_device")
     ranks = spec.layout.ranks
     if asked == "auto" and hardware.gpus and ranks > 1:
@@ -322,13 +366,15 @@ def _fit(
     without it, since it costs about a third more time (Chen et al. 2016); offloading only where that is not enough."""
     asked = spec.hyper
     # A host's memory is shared with everything else on it, and its allocator keeps some of what was freed.
-    host_bytes = 0.6 * hardware.memory_bytes / spec.layout.ranks
+    host_bytes = 0.6 * hardware.memory_bytes / spec.layout.local_ranks
     room_bytes = 0.85 * hardware.gpus[0].memory_bytes if device == "cuda" else host_bytes
     batch //= spec.layout.data  # what comes to each rank
 
     def forecast(micro: int, checkpointing: bool, offloading: bool) -> Memory:
         shared = _share_passes(spec, device, data, max_seq_len, micro, batch)
-        return forecast_memory(spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared)
+        return forecast_memory(
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+        )
 
     def fits(micro: int, checkpointing: bool, offloading: bool) -> bool:
         return forecast(micro, checkpointing, offloading).total_bytes < room_bytes
@@ -355,7 +401,7 @@ def _fit(
     if not may_share_a_pass(spec.adapter):
         why["micro_batch_size"] = "8-bit layers, prefixes and prompts take one row a pass"
         return 1, checkpointing, offloading
-    longest, busy = min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device]
+    longest, busy = min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device] * spec.layout.context
     divisors = [n for n in range(batch, 0, -1) if batch % n == 0]
     why["micro_batch_size"] = f"the largest share of the batch that fits, up to {busy} tokens a pass"
     for micro in divisors:
@@ -370,7 +416,8 @@ def _share_passes(
     """Where a pass takes as many rows of a step as fit by their tokens, and not a micro-batch: how many of both."""
     if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter):
         return None
-    return batch, min(micro * min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device])
+    busy = BUSY_TOKENS[device] * spec.layout.context
+    return batch, min(micro * min(data.longest_tokens, max_seq_len), busy)
 
 
 def _asked_checkpointing(spec: JobSpec) -> bool | Auto:
@@ -389,6 +436,9 @@ def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool |
         return False
     if spec.layout.strategy in SHARDS_STATES and asked == "auto":
         why["activation_offloading"] = f"not together with {spec.layout.strategy}, which moves tensors by itself"
+        return False
+    if spec.layout.expert > 1 and asked == "auto":
+        why["activation_offloading"] = "not together with experts that are split"
         return False
     if device == "cuda" or asked is False:
         return asked

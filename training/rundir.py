@@ -18,6 +18,14 @@ TIMEOUT_SETTING = "BURNISH_COLLECTIVE_TIMEOUT_S"
 COLLECTIVE_TIMEOUT_S = 1800.0
 """How long ranks wait for each other before the run fails; a checkpoint has to be written in less."""
 
+MEETING_SETTING = "BURNISH_RENDEZVOUS_TIMEOUT_S"
+MEETING_TIMEOUT_S = 600.0
+"""How long the nodes of a run wait for each other to be started."""
+
+SILENCE_SETTING = "BURNISH_NODE_TIMEOUT_S"
+SILENCE_TIMEOUT_S = 30.0
+"""A node of which nothing was heard for so long is lost."""
+
 HEARTBEAT_LIMIT_S = 300.0
 """A rank stops by itself, with a checkpoint, when its supervisor has not been heard of for so long."""
 
@@ -51,6 +59,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def received(self) -> Path:
+        """Copies of checkpoints of node 0, on the other nodes of a run, while it goes on."""
+        return self.path / "received"
 
     @property
     def adapter(self) -> Path:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from training.adapter import Adapter
+from training.deepspeed_config import CommsLogger, DeepSpeed, ZeroOptimization, find_idle
 from training.devices import Layout, Parallelism, Resources, find_conflict, make_layout
 from training.errors import SpecError
 from training.fields import Auto, Part, Steps, Switch, at, not_together, real, show, whole
@@ -27,7 +28,6 @@ MAX_SEED = 2**31 - 1
 
 NOT_OFFERED = {
     "integrations": "integrations are not offered yet; leave the field out",
-    "deepspeed": "a DeepSpeed config is not offered yet; leave the field out",
     "validation_split": "splitting the training file is not offered yet; upload a validation_file instead",
 }
 """Fields of the contract that this version refuses by name rather than to ignore them."""
@@ -215,6 +215,8 @@ class JobSpec(Part):
     stability: Stability = Stability()
     resources: Resources = Resources()
     parallelism: Parallelism = Parallelism()
+    deepspeed: DeepSpeed | None = None
+    "A DeepSpeed config, laid over the one that the strategies zero1, zero2 and zero3 derive: its performance alone."
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -238,7 +240,19 @@ class JobSpec(Part):
     @model_validator(mode="after")
     def _fits_its_devices(self) -> Self:
         layout, offloading = self.layout, self.activation_offloading is True
-        conflict = find_conflict(layout, self.adapter, self.hyper.optimizer, activation_offloading=offloading)
+        conflict = find_conflict(
+            layout,
+            self.adapter,
+            self.hyper.optimizer,
+            activation_offloading=offloading,
+            offload=self.parallelism.offload,
+        )
+        if conflict is None and self.deepspeed is not None:
+            conflict = find_idle(self.deepspeed, layout.strategy)
+        if conflict is None and layout.tensor > 1 and self.deepspeed is not None:
+            conflict = at("deepspeed", "DeepSpeed does not step what parallelism.tensor has split; leave it out")
+        if conflict is None and layout.context > 1 and self.has_reference:
+            conflict = at("parallelism.context", f"{self.method.type} needs whole rows on a rank; leave it at 1")
         if conflict is not None:
             raise conflict
         self._require_whole_cuts(layout.data)
@@ -406,6 +420,9 @@ def _fields_at(path: tuple[str | int, ...]) -> list[str]:
         "stability": Stability,
         "resources": Resources,
         "parallelism": Parallelism,
+        "deepspeed": DeepSpeed,
+        "zero_optimization": ZeroOptimization,
+        "comms_logger": CommsLogger,
     }
     return list(kinds[names[-1]].model_fields if path else JobSpec.model_fields)
 

@@ -90,6 +90,7 @@ def test_a_refused_job_names_the_field_at_fault(http: httpx.Client, body: dict[s
         ({"suffix": "x" * 65}, "suffix", "invalid_value", "64"),
         ({"lerning_rate": 1}, "lerning_rate", "unknown_field", "unknown field"),
         ({"integrations": []}, "integrations", "not_offered", "not offered yet"),
+        ({"resources": {"gpus": 4, "nodes": 2}}, "resources.nodes", "not_offered", "on one host"),
     ):
         answer = http.post(JOBS, json={**body, **change})
         error = answer.json()["error"]

@@ -1,14 +1,17 @@
 """How a job is spread over devices: which mixes are offered, and what is said of the others."""
 
+import argparse
 from typing import Any
 
 import pytest
 from test_plan import A100, SMOL, plan_for
 
-from training.devices import Strategy
+from training.devices import Layout, Strategy
 from training.errors import SpecError
 from training.hardware import Hardware
 from training.memory import share_states
+from training.node import add_arguments, find_node
+from training.plan import choose_device
 from training.spec import parse_spec
 
 EIGHT = Hardware(
@@ -42,6 +45,9 @@ def refuse(hyper: dict[str, Any] | None = None, **more: Any) -> SpecError:
         (0, {"tensor": 2}, "none", 2),
         (4, {"tensor": 2}, "ddp", 4),
         (8, {"tensor": 2, "strategy": "zero1"}, "zero1", 8),
+        (4, {"expert": 2}, "ddp", 4),
+        (0, {"expert": 2}, "ddp", 2),
+        (0, {"data": 6, "expert": 3}, "ddp", 6),
     ],
 )
 def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
@@ -50,6 +56,81 @@ def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
     spec = parse_spec({"model": "m", "training_file": "f", "resources": {"gpus": gpus}, "parallelism": asked})
     assert (spec.layout.strategy, spec.layout.ranks) == (strategy, ranks)
     assert spec.layout.data * asked.get("tensor", 1) == ranks
+
+
+@pytest.mark.parametrize(
+    ("resources", "data", "ranks", "local_ranks"),
+    [
+        ({"gpus": 16, "nodes": 2}, "auto", 16, 8),
+        ({"gpus": 3, "nodes": 3}, "auto", 3, 1),
+        ({"gpus": 0, "nodes": 2}, 4, 4, 2),
+        ({"nodes": 2}, 2, 2, 1),
+        ({"gpus": 4}, "auto", 4, 4),
+    ],
+)
+def test_ranks_are_shared_evenly_among_the_nodes(
+    resources: dict[str, Any], data: int | str, ranks: int, local_ranks: int
+) -> None:
+    body = {"model": "m", "training_file": "f", "resources": resources, "parallelism": {"data": data}}
+    layout = parse_spec(body).layout
+    assert (layout.nodes, layout.ranks, layout.local_ranks) == (resources.get("nodes", 1), ranks, local_ranks)
+
+
+@pytest.mark.parametrize(
+    ("resources", "data", "words"),
+    [
+        ({"gpus": 3, "nodes": 2}, "auto", "3 ranks cannot be shared evenly among 2 nodes; set resources.gpus"),
+        ({"nodes": 2}, "auto", "1 rank cannot be shared evenly among 2 nodes"),
+        ({"gpus": 0, "nodes": 2}, 3, "on the CPU parallelism.data, to a multiple of 2"),
+        ({"nodes": 0}, "auto", "from 1 to 128"),
+    ],
+)
+def test_nodes_that_cannot_be_given_as_many_ranks_each_are_refused(
+    resources: dict[str, Any], data: int | str, words: str
+) -> None:
+    error = refuse(resources=resources, parallelism={"data": data})
+    assert error.param == "resources.nodes"
+    assert words in error.message
+
+
+def test_each_host_needs_its_share_of_the_gpus_alone() -> None:
+    body = {"model": "m", "training_file": "f", "resources": {"gpus": 16, "nodes": 2}}
+    assert choose_device(parse_spec(body), EIGHT) == "cuda"
+    body["resources"] = {"gpus": 18, "nodes": 2}
+    with pytest.raises(SpecError, match=r"resources\.gpus: 18 asked on 2 nodes, 9 on each, this host has 8"):
+        choose_device(parse_spec(body), EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "words"),
+    [
+        (2, [], "resources.nodes: the run is on 2 hosts; start it on each, with --node-rank 0 to 1 and --rendezvous"),
+        (2, ["--node-rank", "1"], "and --rendezvous HOST:PORT, an address of node 0"),
+        (2, ["--node-rank", "2", "--rendezvous", "h:1"], "--node-rank: 2 is not one of 0 to 1"),
+        (2, ["--node-rank", "0", "--rendezvous", "h"], '"h" is not HOST:PORT, such as'),
+        (2, ["--node-rank", "0", "--rendezvous", "h:70000"], '"h:70000" is not HOST:PORT'),
+        (1, ["--node-rank", "0"], "--node-rank: resources.nodes of the spec is 1; leave it out"),
+        (1, ["--local-addr", "10.0.0.1"], "--local-addr: resources.nodes of the spec is 1"),
+    ],
+)
+def test_a_command_line_that_does_not_fit_the_nodes_is_refused(nodes: int, given: list[str], words: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes=nodes))
+    assert words in refused.value.message
+
+
+@pytest.mark.parametrize("place", ["10.0.0.1:29500", "first.hosts.local:29500", "[fd00::1]:29500"])
+def test_a_command_says_of_a_node_what_it_was_told(place: str) -> None:
+    given = ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
+    node = find_node(parse_arguments(given), Layout("ddp", 2, 1, 1, 1, nodes=2))
+    assert node is not None
+    assert node.as_arguments() == ["--node-rank", "1", "--rendezvous", place, "--local-addr", "10.0.0.2"]
+
+
+def parse_arguments(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(given)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +144,8 @@ def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
         (4, {"data": 1, "tensor": 2}, "parallelism.data", "data 1 x tensor 2 x pipeline 1 takes 2 GPUs"),
         (2, {"tensor": 2, "strategy": "ddp"}, "parallelism.strategy", "set parallelism.data to 2 or more"),
         (8, {"tensor": 2, "strategy": "fsdp"}, "parallelism.strategy", '"ddp" and "zero1" do'),
+        (8, {"tensor": 2, "strategy": "zero1", "offload": "optimizer"}, "parallelism.offload", "leave one of them out"),
+        (8, {"tensor": 2, "context": 2}, "parallelism.tensor", "not go together with context"),
         (8, {"tensor": 2, "strategy": "zero3"}, "parallelism.strategy", '"ddp" and "zero1" do'),
         (2, {"data": 0}, "parallelism.data", "from 1 to 1024"),
         (2, {"dta": 2}, "parallelism.dta", 'did you mean "data"'),
@@ -81,7 +164,6 @@ def test_sizes_that_do_not_go_together_are_refused(
 @pytest.mark.parametrize(
     ("more", "param", "words"),
     [
-        ({"adapter": {"type": "qlora"}}, "parallelism.strategy", '"ddp" trains qlora'),
         ({"adapter": {"type": "prompt"}}, "parallelism.strategy", '"ddp" trains it'),
         ({"adapter": {"type": "prefix"}}, "parallelism.strategy", '"ddp" trains it'),
         ({"hyper": {"optimizer": "adafactor"}}, "parallelism.strategy", 'take "adamw", or "ddp"'),
@@ -106,12 +188,17 @@ def test_what_is_not_split_is_refused_with_what_works(
         ({"adapter": {"use_dora": True}}, "parallelism.tensor", 'by strategy "fsdp", with tensor left out'),
         ({"hyper": {"optimizer": "adafactor"}}, "parallelism.tensor", 'take "adamw", or'),
         ({"activation_offloading": True}, "activation_offloading", "leave it out"),
+        (
+            {"resources": {"gpus": 4}, "parallelism": {"tensor": 2, "strategy": "zero1"}, "deepspeed": {}},
+            "deepspeed",
+            "leave it out",
+        ),
     ],
 )
 def test_what_split_matrices_do_not_take_is_refused_with_what_works(
     more: dict[str, Any], param: str, words: str
 ) -> None:
-    error = refuse(resources={"gpus": 2}, parallelism={"tensor": 2}, **more)
+    error = refuse(**{"resources": {"gpus": 2}, "parallelism": {"tensor": 2}, **more})
     assert error.param == param
     assert words in error.message
 
@@ -167,6 +254,34 @@ def test_adapters_that_read_frozen_weights_are_refused_where_those_are_taken_awa
     assert f'{kind}; "zero2" and "fsdp" train' in error.message
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_weights_in_8_bits_are_refused_where_they_would_be_split(strategy: str) -> None:
+    adapter = {"type": "qlora", "bits": 8}
+    error = refuse(resources={"gpus": 2}, parallelism={"strategy": strategy}, adapter=adapter)
+    assert error.param == "parallelism.strategy"
+    assert '"zero2" and "ddp" train both' in error.message
+
+
+@pytest.mark.parametrize(
+    ("gpus", "strategy", "offload", "words"),
+    [
+        (1, "auto", "optimizer", 'the strategy is "none"; leave it out'),
+        (2, "auto", "optimizer", 'the strategy is "ddp"; leave it out'),
+        (2, "ddp", "params", 'goes with "fsdp" and "zero3", and the strategy is "ddp"; leave it out'),
+        (2, "fsdp", "optimizer", '"params" moves all of it'),
+        (2, "zero1", "params", '"optimizer" moves what is split'),
+        (2, "zero2", "params", '"optimizer" moves what is split'),
+        (2, "zero2", "all", 'not one of "none", "optimizer" or "params"'),
+    ],
+)
+def test_what_cannot_wait_on_the_host_is_refused_with_what_can(
+    gpus: int, strategy: str, offload: str, words: str
+) -> None:
+    error = refuse(resources={"gpus": gpus}, parallelism={"strategy": strategy, "offload": offload})
+    assert (error.param, error.code) == ("parallelism.offload", "invalid_value")
+    assert words in error.message
+
+
 def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() -> None:
     with pytest.raises(SpecError, match='stacked experts for an adapter; "zero2" and "fsdp" train it'):
         plan_for(
@@ -177,7 +292,75 @@ def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() ->
         )
 
 
-@pytest.mark.parametrize("asked", [{"strategy": "zero9"}, {"pipeline": 2}, {"expert": 2}, {"offload": "params"}])
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        (
+            {"parallelism": {"expert": 3}},
+            "parallelism.expert",
+            "3 does not divide the 4 of them; make parallelism.data",
+        ),
+        ({"parallelism": {"expert": 8}}, "parallelism.expert", "8 does not divide the 4 of them"),
+        (
+            {"parallelism": {"expert": 2, "strategy": "fsdp"}},
+            "parallelism.expert",
+            '"fsdp" does not split experts; "ddp"',
+        ),
+        ({"parallelism": {"expert": 2, "strategy": "zero2"}}, "parallelism.expert", '"zero2" does not split experts'),
+        ({"parallelism": {"expert": 2, "context": 2}}, "parallelism.expert", "leave context at 1, or this"),
+        ({"adapter": {"type": "qlora"}}, "parallelism.expert", '"lora" is trained'),
+        ({"hyper": {"optimizer": "adamw_8bit"}}, "parallelism.expert", 'take "adamw"'),
+        ({"activation_offloading": True}, "activation_offloading", "leave one of them out"),
+    ],
+)
+def test_experts_that_cannot_be_split_so_are_refused_with_what_can(
+    more: dict[str, Any], param: str, words: str
+) -> None:
+    error = refuse(**{"resources": {"gpus": 4}, "parallelism": {"expert": 2}, **more})
+    assert error.param == param
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("experts", "expert", "words"),
+    [
+        (0, 2, "llama has no experts that can be split among ranks; leave it at 1"),
+        (6, 4, "4 does not divide the 6 experts of a layer; 2 and 3 and 6 do"),
+        (6, 8, "8 does not divide the 6 experts of a layer; 2 and 3 and 6 do"),
+    ],
+)
+def test_experts_are_split_among_ranks_that_divide_them(experts: int, expert: int, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as refused:
+        plan_for(
+            hardware=EIGHT,
+            model=SMOL.model_copy(update={"experts": experts}),
+            resources={"gpus": 8},
+            parallelism={"expert": expert},
+        )
+    assert refused.value.param == "parallelism.expert"
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_rank_keeps_its_share_of_the_experts_and_all_else(kind: str) -> None:
+    """Of the weights, and of what is trained in 16 bytes each, a quarter of what belongs to experts."""
+    full = kind == "full"
+    whole = {"experts": 8, "parameters": 900, "expert_parameters": 800, "trained_parameters": 900 if full else 90}
+    whole["trained_expert_parameters"] = 800 if full else 80
+    plan = plan_for(
+        hardware=EIGHT,
+        model=SMOL.model_copy(update=whole),
+        resources={"gpus": 8},
+        adapter={"type": kind},
+        parallelism={"expert": 4},
+        precision="bf16",
+    )
+    states = plan.memory.weights_bytes + plan.memory.gradients_bytes + plan.memory.optimizer_bytes
+    assert states == (16 * 300 if full else 2 * 300 + 16 * 30)
+    assert (plan.ranks, plan.data, plan.expert, plan.activation_offloading) == (8, 8, 4, False)
+    assert plan.parameters == 900
+
+
+@pytest.mark.parametrize("asked", [{"strategy": "zero9"}, {"pipeline": 2}])
 def test_what_is_not_offered_yet_is_refused_by_its_value(asked: dict[str, Any]) -> None:
     (name,) = asked
     error = refuse(parallelism=asked, resources={"gpus": 2})
@@ -258,3 +441,75 @@ def test_model_states_of_a_rank_are_16_bytes_a_parameter_or_their_share(strategy
     states = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     assert states == pytest.approx(numbers * SMOL.parameters, abs=3)
     assert plan.activation_offloading is False
+
+
+def test_context_is_not_for_preferences_and_prefixes() -> None:
+    parallelism = {"context": 2}
+    for more in ({"method": {"type": "dpo"}}, {"method": {"type": "kto"}}, {"adapter": {"type": "prompt"}}):
+        assert refuse(parallelism=parallelism, **more).param == "parallelism.context"
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "said"),
+    [
+        ({"attention_heads": 9}, {}, "parallelism.context: 2 does not divide the heads of llama; 3, 9 divide its 9"),
+        ({"attends_to_all": False}, {}, "parallelism.context: attention of llama cannot be computed by heads"),
+        ({"attention_heads": 8}, {"attention": "eager"}, 'parallelism.context: attention "eager" cannot be computed'),
+    ],
+)
+def test_a_model_that_cannot_be_cut_into_pieces_of_rows_is_refused(
+    model: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    facts = SMOL.model_copy(update=model)
+    with pytest.raises(SpecError) as refused:
+        plan_for(model=facts, parallelism={"context": 2}, resources={"gpus": 0}, **asked)
+    assert refused.value.message.startswith(said)
+    assert refused.value.param == "parallelism.context"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "device", "host"),
+    [
+        ("zero1", "optimizer", 8, 24 / 8),
+        ("zero2", "optimizer", 4, 24 / 8),
+        ("zero3", "optimizer", 4 / 8, 20 / 8),
+        ("zero3", "params", 0, 24 / 8),
+        ("fsdp", "params", 0, 16 / 8),
+    ],
+)
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_what_is_offloaded_counts_on_the_host(
+    strategy: str, offload: str, device: float, host: float, is_gpu: bool
+) -> None:
+    """Bytes a parameter: weights and gradients 4, moments 8; on the host DeepSpeed keeps the copy that it steps, its
+    gradient, the gradient that is summed, and with stages 1 and 2 the new weights before they go back."""
+    model = SMOL.model_copy(update={"trained_parameters": SMOL.parameters})
+    plan = plan_for(
+        hardware=EIGHT,
+        model=model,
+        resources={"gpus": 8 if is_gpu else 0},
+        adapter={"type": "full"},
+        parallelism={"strategy": strategy, "offload": offload, "data": 8},
+    )
+    memory = plan.memory
+    states = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    assert plan.offload == offload
+    assert memory.total_bytes == states + memory.activations_bytes + memory.logits_bytes
+    want = (device, host) if is_gpu else (device + host, 0)
+    assert states == pytest.approx(want[0] * SMOL.parameters, abs=3)
+    assert memory.host_bytes == pytest.approx(want[1] * SMOL.parameters, abs=3)
+
+
+@pytest.mark.parametrize(("strategy", "parts"), [("zero2", 1), ("zero3", 8), ("fsdp", 8)])
+def test_scales_of_quantised_weights_are_whole_on_each_rank(strategy: str, parts: int) -> None:
+    """4 bits a weight are split; an fp32 scale for each 64 weights is not (QLoRA, Dettmers et al. 2023, section 3)."""
+    model = SMOL.model_copy(update={"quantised_parameters": 100_000_000})
+    plan = plan_for(
+        hardware=EIGHT,
+        model=model,
+        resources={"gpus": 8},
+        adapter={"type": "qlora", "double_quant": False},
+        parallelism={"strategy": strategy},
+    )
+    rest = (SMOL.parameters - 100_000_000) * 2 + SMOL.trained_parameters * 4
+    assert plan.memory.weights_bytes == pytest.approx((50_000_000 + rest) / parts + 100_000_000 * 4 / 64, abs=1)

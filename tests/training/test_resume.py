@@ -1,5 +1,6 @@
 """A run that was interrupted, wherever and however, ends as the one that was not: bit for bit."""
 
+import json
 import os
 import random
 import shutil
@@ -202,6 +203,24 @@ def test_a_checkpoint_of_another_job_is_refused_and_stays_as_it_is(whole: Whole,
     assert last_event(path).data["code"] == "other_run"
     assert "choose another run directory" in last_event(path).data["message"]
     assert [step_of(checkpoint) for checkpoint in RunDir(path).list_checkpoints()] == [2, 4]
+
+
+@pytest.mark.parametrize("version", [None, 0, 2])
+def test_a_checkpoint_of_another_version_is_refused_and_its_weights_are_a_start(
+    whole: Whole, tmp_path: Path, version: int | None
+) -> None:
+    path = cut_back(whole, tmp_path / "run", 4)
+    for checkpoint in RunDir(path).list_checkpoints():
+        manifest = read_json(checkpoint / "manifest.json")
+        assert manifest.pop("format") == 1
+        about = manifest if version is None else {**manifest, "format": version}
+        (checkpoint / "manifest.json").write_text(json.dumps(about))
+    assert train_here(path, whole.body, attempt=2) == EXIT_FAILED
+    failure = last_event(path).data
+    assert (failure["code"], failure["fault"]) == ("other_version", "config")
+    assert "written by another version" in failure["message"]
+    assert [step_of(checkpoint) for checkpoint in RunDir(path).list_checkpoints()] == [2, 4]
+    assert train_here(tmp_path / "next", {**whole.body, "resume_from": str(checkpoint)}) == EXIT_FINISHED
 
 
 def test_the_same_content_in_another_place_is_the_same_job(whole: Whole, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Runs of tiny models in this process, on real run directories."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from tests.tiny import make_body, make_labelled, make_pairs, make_rows, make_texts, save_model, write_rows
 from training.events import Event, read_events
 from training.rank import run as run_module
+from training.rank.model import DTYPES
 from training.rank.run import run
 from training.rank.stop import Stop
 from training.rank.weights import save_weights
@@ -76,6 +78,16 @@ def train_here(path: Path, body: dict[str, Any], attempt: int = 1, *, stop: Call
     path.mkdir(exist_ok=True)
     write_json(run_dir.spec, body)
     return run(run_dir, attempt, stop(run_dir))
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Runs in fp32 are computed in fp64, but for what transformers itself casts in the course of a row, such as norms:
+    what is left between two ways to the same numbers is no rounding then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DTYPES, "fp32", torch.float64)
+        patch.setattr(torch.Tensor, "float", lambda tensor: tensor.double())
+        yield
 
 
 def watch_results(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:

@@ -2,7 +2,9 @@
 there are several, in the environment that torchrun gives it."""
 
 import argparse
+import faulthandler
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +25,8 @@ def main() -> int:
     stop = Stop(run_dir)
     # Before torch is imported, which takes seconds: a signal in that time is not lost.
     stop.listen()
+    # What started it asks where it stands, before it ends it.
+    faulthandler.register(signal.SIGUSR1)
     if not _needs_bitsandbytes(run_dir):
         # peft loads it where it is installed, and with it torch's compiler: seconds.
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]

@@ -7,7 +7,18 @@ from torch import nn
 
 from training.adapter import Adapter
 from training.errors import SpecError
-from training.rank.lora import add_lora, count_lora_parameters, find_layers, is_conv1d, list_linear, width_of
+from training.rank.experts import list_split
+from training.rank.lora import (
+    add_lora,
+    count_lora_parameters,
+    count_of_stacks,
+    find_layers,
+    find_saved_modules,
+    find_targets,
+    is_conv1d,
+    list_linear,
+    width_of,
+)
 from training.rank.source import Source
 
 IA3_LAYERS = (
@@ -18,12 +29,11 @@ IA3_LAYERS = (
 
 
 def count_trained(model: nn.Module, adapter: Adapter) -> int:
-    """What would be trained of a model; counted without peft.
+    """What would be trained of a model; counted before it is adapted.
 
     Raises:
         SpecError: an option that does not fit the model.
     """
-    text = model.config.get_text_config()
     match adapter.type:
         case "full":
             return sum(weight.numel() for weight in model.parameters())
@@ -34,11 +44,35 @@ def count_trained(model: nn.Module, adapter: Adapter) -> int:
         case "prompt":
             return adapter.num_virtual_tokens * model.get_input_embeddings().weight.shape[1]
         case "prefix":
-            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-            width = heads * (text.hidden_size // text.num_attention_heads)
-            return adapter.num_virtual_tokens * text.num_hidden_layers * 2 * width
+            text = model.config.get_text_config()
+            return adapter.num_virtual_tokens * text.num_hidden_layers * 2 * _prefix_width(text)
         case _:
             return count_lora_parameters(model, adapter)
+
+
+def count_trained_experts(model: nn.Module, adapter: Adapter) -> int:
+    """As above, of what belongs to one of the experts of a layer."""
+    if adapter.type != "full" and not adapter.is_low_rank:
+        return 0
+    saved = [""] if adapter.type == "full" else find_saved_modules(model, adapter)
+    holders = {module for name in saved for module in model.get_submodule(name).modules()}
+    whole = sum(weight.numel() for module in holders for weight in list_split(module).values())
+    return whole if adapter.type == "full" else whole + count_of_stacks(model, adapter, find_targets(model, adapter)[1])
+
+
+def _prefix_width(text: Any) -> int:
+    """Of the keys of a token in each layer. Raises SpecError where there are none, or layers of several widths."""
+    widths = set()
+    for layer in text.per_layer_config:
+        heads = getattr(layer, "num_attention_heads", None)
+        held = getattr(layer, "num_key_value_heads", None) or heads
+        widths.add(held * (layer.hidden_size // heads) if heads else None)
+    width = next(iter(widths))
+    if width is None or len(widths) > 1:
+        what = "has no attention" if width is None else "has layers of several widths"
+        message = f'adapter.type: {text.model_type} {what}, and a prefix is keys and values; set it to "lora"'
+        raise SpecError(message, param="adapter.type")
+    return int(width)
 
 
 def add_adapter(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> nn.Module:
@@ -69,9 +103,13 @@ def _make_config(model: nn.Module, adapter: Adapter) -> Any:
     if adapter.type == "prefix":
         return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.num_virtual_tokens)
     if adapter.type == "prompt":
-        # Embeddings of words drawn from the vocabulary: random ones have another scale than the model knows.
+        has_heads = hasattr(model.config.get_text_config(), "num_attention_heads")
         return PromptTuningConfig(
-            task_type="CAUSAL_LM", num_virtual_tokens=adapter.num_virtual_tokens, prompt_tuning_init="SAMPLE_VOCAB"
+            task_type="CAUSAL_LM",
+            num_virtual_tokens=adapter.num_virtual_tokens,
+            # Words drawn from the vocabulary: random embeddings have another scale than the model knows.
+            prompt_tuning_init="SAMPLE_VOCAB",
+            num_attention_heads=None if has_heads else 1,  # peft asks for them, and a prompt has none
         )
     layers = ia3_layers(model, adapter)
     return IA3Config(

@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from training.rank.context import Split, attend
+
 BY_ROW = "sdpa_by_row"
 """As transformers knows it."""
 
@@ -60,11 +62,20 @@ def _lengths_of(mask: Tensor) -> list[int] | None:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    split: Split | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Query, key and value are (1, heads, places, size of a head); the result is (1, places, heads, size)."""
+    if split is not None:
+        return attend(query, key, value, split, more.get("scaling"), more.get("dropout", 0.0)), None
     lengths = None if attention_mask is None else _lengths_of(attention_mask)
-    if lengths is None:
+    if lengths is None or more.get("position_bias") is not None:  # what is added to each pair of places of the pass
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, *part, None, **more)[0] for part in parts], dim=1), None

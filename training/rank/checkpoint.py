@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from training.errors import SpecError
+from training.rank.copies import bring
+from training.rank.group import Group
 from training.rank.parallel import Parallel
 from training.rank.random_state import RandomState
 from training.rank.source import Source
@@ -17,6 +19,8 @@ from training.retention import choose_expired, find_needed
 from training.rundir import RunDir, checkpoint_name, commit_folder, read_manifest, step_of
 
 STATE = "state.pt"
+FORMAT = 1
+"""How a checkpoint is laid out, in its manifest; raised with each change that makes earlier ones unreadable."""
 
 
 @dataclass
@@ -73,19 +77,32 @@ class Checkpoints:
     limit: int
 
     def require_own(self, checkpoint: Path) -> None:
-        """Raises SpecError for the checkpoint of another job, which would be gone on with and overwritten."""
-        if read_manifest(checkpoint)["fingerprint"] != self.fingerprint:
+        """Raises SpecError for a checkpoint that this version cannot read, and for that of another job, which would be
+        gone on with and overwritten."""
+        manifest = read_manifest(checkpoint)
+        if manifest.get("format") != FORMAT:
+            raise SpecError(
+                f"{self.run_dir.path}: its checkpoints were written by another version, from which this one cannot go "
+                f"on; choose another run directory, and name checkpoints/{checkpoint.name} in resume_from to start "
+                "with its weights",
+                code="other_version",
+            )
+        if manifest["fingerprint"] != self.fingerprint:
             raise SpecError(
                 f"{self.run_dir.path}: its checkpoints are of another job (spec, data or base model differ); "
                 "choose another run directory",
                 code="other_run",
             )
 
+    def bring(self, checkpoint: Path, group: Group) -> Path:
+        """Where this rank can read it. All ranks call it."""
+        return bring(checkpoint, group, self.run_dir.received)
+
     def save(self, parallel: Parallel, progress: Progress) -> dict[str, Any]:
         """Write a checkpoint of the step that is done, on rank 0; its manifest."""
         weights = parallel.gather_weights()
         # Ranks that are at work on the same rows have the same.
-        random = dict(reversed(parallel.group.gather((parallel.data_rank, RandomState.take().as_dict()))))
+        random = dict(reversed(parallel.group.gather((parallel.random_rank, RandomState.take().as_dict()))))
         state = {"optimizer": parallel.optimizer_state(), "random": [random[rank] for rank in sorted(random)]}
         return parallel.group.first(lambda: self._write(parallel.model, weights, state, progress))
 
@@ -97,7 +114,12 @@ class Checkpoints:
         beside = target.with_name(f".{target.name}")
         save_weights(model, weights, self.tokenizer, self.source, beside / weights_name(model))
         torch.save(state, beside / STATE)
-        about: dict[str, Any] = {"attempt": self.attempt, "fingerprint": self.fingerprint, "progress": asdict(progress)}
+        about: dict[str, Any] = {
+            "format": FORMAT,
+            "attempt": self.attempt,
+            "fingerprint": self.fingerprint,
+            "progress": asdict(progress),
+        }
         manifest = commit_folder(beside, target, about)
         self._remove_expired(find_needed(about["progress"]))
         return manifest
@@ -128,8 +150,8 @@ def load_state(checkpoint: Path, parallel: Parallel) -> None:
     """Put back optimizer and random numbers. A rank that the checkpoint does not know goes on with those it has."""
     state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True, mmap=parallel.group.ranks > 1)
     parallel.load_optimizer_state(state["optimizer"])
-    if parallel.data_rank < len(state["random"]):
-        RandomState(**state["random"][parallel.data_rank]).restore()
+    if parallel.random_rank < len(state["random"]):
+        RandomState(**state["random"][parallel.random_rank]).restore()
 
 
 def load_weights(parallel: Parallel, source: Source, checkpoint: Path) -> None:

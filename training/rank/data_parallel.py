@@ -1,6 +1,8 @@
 """What strategies that share the rows of a batch among ranks have in common."""
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,19 +17,29 @@ from training.rank.parallel import SingleDevice
 
 
 class DataParallel(SingleDevice):
-    """Rows are shared among `data`, all ranks where it is not given, and gradients are averaged over them. Other ranks
-    are at work on the same rows (mesh.py)."""
+    """Rows, and pieces of them with context parallelism, are shared among `data`, all ranks where it is not given, and
+    gradients are averaged over them. Other ranks are at work on the same ones (mesh.py)."""
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, data: Group | None = None) -> None:
         self.data = data or group
-        self.data_rank, self.data_ranks = self.data.rank, self.data.ranks
+        # Neighbours share a row.
+        self.data_rank, self.data_ranks = self.data.rank // plan.context, self.data.ranks // plan.context
+        self.random_rank = self.data.rank
         super().__init__(model, plan, group)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        super().backward(loss * self.data_ranks, last=last)  # for it is averaged over them
+        super().backward(loss * self.data.ranks, last=last)  # for it is averaged over them
 
     def total(self, value: Tensor) -> Tensor:
         return self.data.total(value)
+
+    def _gather_whole(self, part: Tensor) -> Tensor:
+        part = part.detach()
+        return self._keep(part.full_tensor() if isinstance(part, DTensor) else part)
+
+    def _keep(self, whole: Tensor) -> Tensor:
+        """What rank 0 keeps of a tensor that was gathered on all ranks."""
+        return put_in_file(whole.detach(), self.scratch) if self.group.rank == 0 else whole.new_empty(0)
 
 
 class Passes(nn.Module):
@@ -40,6 +52,21 @@ class Passes(nn.Module):
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
+
+
+LARGE_BYTES = 2**20
+"""A tensor of so many is put into a file while it is written."""
+
+
+def put_in_file(whole: Tensor, folder: Path) -> Tensor:
+    """A copy that lies in a file without a name, gone with the tensor: the system takes its memory back when it needs
+    it, so that a model may be gathered that is larger than the memory of the host."""
+    if whole.numel() * whole.element_size() < LARGE_BYTES:
+        return whole.to("cpu", copy=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(whole.numel() * whole.element_size())
+        copy = torch.from_file(file.name, shared=True, size=whole.numel(), dtype=whole.dtype).view(whole.shape)
+    return copy.copy_(whole)
 
 
 def gather_each(model: nn.Module, group: Group, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -56,12 +83,6 @@ def gather_each(model: nn.Module, group: Group, gather: Callable[[Tensor], Tenso
             whole[weight] = gather(weight)
         found[name] = whole[weight]
     return found if group.rank == 0 else {}
-
-
-def gather_whole(part: Tensor, keep: bool) -> Tensor:
-    """The whole of a tensor, on the host; all ranks take part, and those that do not keep it have none of it."""
-    whole = part.full_tensor() if isinstance(part, DTensor) else part
-    return whole.cpu() if keep else whole.new_empty(0)
 
 
 @torch.no_grad()

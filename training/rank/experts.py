@@ -6,6 +6,7 @@ matrices of its own.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,31 @@ def list_stacks(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, weight in module.named_parameters(recurse=False)
         if weight.ndim == 3 and getattr(module, "num_experts", None) == len(weight)
     }
+
+
+def list_split(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of a module of experts that have a part for each of them, by their own names: stacks, and biases
+    beside them. None in other modules."""
+    own = {
+        name: weight
+        for name, weight in module.named_parameters(recurse=False)
+        if getattr(module, "num_experts", None) == len(weight)
+    }
+    return own if any(weight.ndim == 3 for weight in own.values()) else {}
+
+
+def count_experts(model: Any) -> tuple[int, int]:
+    """How many experts each layer has, and the weights of all. The first is 0 where transformers has no plan for the
+    family by which tokens are sent to experts elsewhere."""
+    holders = {name: module for name, module in model.named_modules() if list_split(module)}
+    plan = model.config.get_text_config().base_model_ep_plan or {}
+    reached = [f"*.{pattern}" for pattern, style in plan.items() if style == "ep_dispatch_experts"]
+    numbers = {
+        int(module.num_experts) if any(fnmatchcase(name, pattern) for pattern in reached) else 0
+        for name, module in holders.items()
+    }
+    weights = sum(weight.numel() for module in holders.values() for weight in list_split(module).values())
+    return numbers.pop() if len(numbers) == 1 else 0, weights
 
 
 def name_targets(model: nn.Module, layers: set[str], stacks: set[str]) -> Targets:

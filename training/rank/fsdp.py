@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.plan import Plan
-from training.rank.data_parallel import DataParallel, gather_each, gather_whole, put_each
+from training.rank.data_parallel import DataParallel, gather_each, put_each
 from training.rank.group import Group
 from training.rank.model import get_base
+from training.rank.quantised import move_scales
 
 
 class Fsdp(DataParallel):
@@ -23,15 +24,18 @@ class Fsdp(DataParallel):
     def __init__(self, model: nn.Module, plan: Plan, group: Group) -> None:
         base = get_base(model)
         mesh = init_device_mesh(plan.device, (group.ranks,))
+        policy = OffloadPolicy() if plan.offload == "none" else CPUOffloadPolicy(pin_memory=plan.device == "cuda")
         for layer in find_layers(base):
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, offload_policy=policy)
         # What is left, embeddings and head, stays whole from the forward pass to the end of the backward pass: the loss
         # is computed from the head's weights by hand (head.py).
-        fully_shard(base, mesh=mesh, reshard_after_forward=False)
+        fully_shard(base, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
         super().__init__(model, plan, group)
+        if plan.quantised_parameters:
+            move_scales(model, self.device)
 
     def gather_weights(self) -> dict[str, Tensor]:
-        return gather_each(self.model, self.group, lambda part: gather_whole(part.detach(), keep=self.group.rank == 0))
+        return gather_each(self.model, self.group, self._gather_whole)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         put_each(self.model, weights, lambda own, whole: own.copy_(_cut_like(own, whole)))
@@ -48,9 +52,8 @@ class Fsdp(DataParallel):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        keep = self.group.rank == 0
         return {
-            kind: gather_whole(value, keep) if isinstance(value, DTensor) else value for kind, value in moments.items()
+            kind: self._gather_whole(value) if isinstance(value, DTensor) else value for kind, value in moments.items()
         }
 
     def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:
@@ -72,4 +75,5 @@ def _cut_like(own: Tensor, whole: Tensor) -> Tensor:
     """Of a whole tensor, which every rank has, this rank's part."""
     if not isinstance(own, DTensor):
         return whole
-    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    part = distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return part.to(own.device)  # for it goes to the GPU, also where its weight waits on the host

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from training.errors import BurnishError
@@ -129,8 +130,11 @@ def join_group(ranks: int, device: str) -> Group:
         return Alone()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    timeout = timedelta(seconds=find_timeout_s())
+    # Also of the groups that libraries make among some of the ranks.
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     if not dist.is_initialized():
         # What the ranks tell each other goes through the host: a GPU need not wait for it.
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=find_timeout_s()))
+        dist.init_process_group(backend, timeout=timeout)
     return Ranks()

@@ -192,6 +192,7 @@ def roll_back(run: Run, trouble: Trouble) -> tuple[int, float]:
         raise trouble.as_error(
             "; there is no checkpoint left" if checkpoint is None else f"; gone back {len(steps)} times"
         )
+    checkpoint = run.checkpoints.bring(checkpoint, run.parallel.group)
     go_back(checkpoint, run.parallel, run.progress, run.checkpoints.source)
     # Not written into the checkpoint: a run that is interrupted now meets the same trouble and comes to the same.
     run.progress.rolled_back_steps = [*steps, trouble.step]

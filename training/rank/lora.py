@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from training.adapter import Adapter, Regex
 from training.errors import SpecError
+from training.rank.adaptable import find_unfit, require_loadable
 from training.rank.experts import Targets, check_options, list_stacks, name_targets
 from training.rank.source import Source
 
@@ -25,13 +26,21 @@ def make_targets(model: nn.Module, adapter: Adapter) -> Targets:
 def find_targets(model: nn.Module, adapter: Adapter) -> tuple[set[str], set[str]]:
     """The whole names of the linear layers and of the stacks of experts (experts.py) that `target_modules` asks for.
 
-    `all-linear` is all of them but the output head, which servers of adapters do not load.
+    `all-linear` is all of them that peft can adapt but the output head, which servers of adapters do not load.
 
     Raises:
-        SpecError: a name or pattern that fits none.
+        SpecError: a name or pattern that fits none, or one that cannot be adapted.
     """
     stacks = list_stacks(model)
     chosen = _choose(model, adapter, {**list_linear(model), **stacks})
+    unfit = find_unfit(model, chosen - stacks.keys())
+    if unfit and adapter.target_modules != "all-linear":
+        name = min(unfit)
+        raise SpecError(f"{PARAM}: {name} cannot be adapted: {unfit[name]}; leave it out", param=PARAM)
+    chosen -= unfit.keys()
+    if not chosen:
+        message = f'adapter.type: {model.config.model_type} has no layer that can be adapted; set it to "full"'
+        raise SpecError(message, param="adapter.type")
     return chosen - stacks.keys(), chosen & stacks.keys()
 
 
@@ -55,13 +64,23 @@ def _choose(model: nn.Module, adapter: Adapter, linear: dict[str, Any]) -> set[s
 
 
 def list_linear(model: nn.Module) -> dict[str, Any]:
-    """But for routers of experts that are made of one (Llama 4, Phi-3.5-MoE): they give choices, which peft cannot add
-    to."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and not type(module).__name__.endswith("Router")
-    }
+    return {name: module for name, module in model.named_modules() if _is_linear(module)}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it gives the product that its weight tells. Routers of experts that are made of a linear layer (Llama 4,
+    Phi-3.5-MoE) give choices and layers in groups (DeepSeek V4) several products, to which peft cannot add."""
+    if not isinstance(module, nn.Linear | Conv1D):
+        return False
+    if not type(module).__module__.startswith("transformers.models."):
+        return True
+    inputs, outputs = width_of(module)
+    try:
+        with torch.no_grad():
+            given = module(torch.zeros(1, 1, inputs, dtype=module.weight.dtype, device=module.weight.device))
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return isinstance(given, torch.Tensor) and given.shape == (1, 1, outputs)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -84,14 +103,17 @@ def count_lora_parameters(model: nn.Module, adapter: Adapter) -> int:
     _check_choice(model, adapter, adapted)
     check_options(model, adapter, layers, stacks)
     low_rank = adapter.r * sum(sum(module.weight.shape) for module in adapted.values())
-    low_rank += adapter.r * sum(
-        len(weight) * sum(weight.shape[1:]) for name, weight in list_stacks(model).items() if name in stacks
-    )
+    low_rank += count_of_stacks(model, adapter, stacks)
     lengths = sum(width_of(module)[1] for module in adapted.values()) if adapter.use_dora else 0
     saved = [model.get_submodule(name) for name in find_saved_modules(model, adapter)]
     # By identity: tied weights are trained once.
     whole = {weight: weight.numel() for module in saved for weight in module.parameters()}
     return low_rank + lengths + sum(whole.values())
+
+
+def count_of_stacks(model: nn.Module, adapter: Adapter, stacks: set[str]) -> int:
+    adapted = (weight for name, weight in list_stacks(model).items() if name in stacks)
+    return adapter.r * sum(len(weight) * sum(weight.shape[1:]) for weight in adapted)
 
 
 def find_saved_modules(model: nn.Module, adapter: Adapter) -> list[str]:
@@ -119,7 +141,7 @@ def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> n
     from peft import LoraConfig, get_peft_model
 
     saved = find_saved_modules(model, adapter)
-    tied = model.config.get_text_config().tie_word_embeddings
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     targets = make_targets(model, adapter)
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -147,6 +169,7 @@ def add_lora(model: nn.Module, adapter: Adapter, source: Source, seed: int) -> n
     for weight in adapted.parameters():
         if weight.requires_grad:  # modules trained whole are copied in the type of the frozen ones
             weight.data = weight.data.float()
+    require_loadable(adapted)
     return adapted
 
 

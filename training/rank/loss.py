@@ -1,13 +1,15 @@
 """One forward pass: rows laid end to end without padding, the output head only where a label is, the loss in fp32."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from training.rank.adapters import prompt_tokens
+from training.rank.context import Split, cut_pass, find_members
 from training.rank.head import find_head, is_trained, list_losses, passing_through, sum_losses
 from training.rank.model import forward_names, get_base
 from training.rank.order import cut
@@ -28,6 +30,8 @@ class Batch:
     "(trained tokens,)"
     targets: Tensor
     "(trained tokens,)"
+    split: Split | None = None
+    "Where this is a piece of a pass."
 
 
 def count_tokens(examples: Sequence[Example]) -> int:
@@ -62,13 +66,37 @@ def make_batch(examples: Sequence[Example], device: torch.device) -> Batch:
 
 
 def score(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy of the trained tokens, and how many of them were the most likely ones."""
+    """The summed cross-entropy of the trained tokens, and how many of them were the most likely ones; of this rank's
+    piece where ranks share a pass."""
+    batch = cut_batch(model, batch)
     head = find_head(get_base(model))
     if head is not None:
         return sum_losses(compute_hidden(model, batch, head), batch.targets, head)
     logits = compute_logits(model, batch)
     loss = functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
     return loss, (logits.detach().argmax(-1) == batch.targets).sum()
+
+
+def cut_batch(model: nn.Module, batch: Batch) -> Batch:
+    """This rank's piece of a pass, or all of it. A piece may have no trained token."""
+    members = find_members(get_base(model))
+    if members is None:
+        return batch
+    ids, positions, split, begin = cut_pass(batch.input_ids, batch.position_ids, members)
+    own = (batch.kept >= begin) & (batch.kept < begin + ids.shape[1])
+    return replace(
+        batch,
+        input_ids=ids,
+        position_ids=positions,
+        kept=batch.kept[own] - begin,
+        targets=batch.targets[own],
+        split=split,
+    )
+
+
+def begin_of(piece: Batch) -> int:
+    """The place in the pass at which a piece begins."""
+    return 0 if piece.split is None else piece.split.members.rank * piece.input_ids.shape[1]
 
 
 def log_probabilities(model: nn.Module, examples: Sequence[Example], rows_per_pass: int) -> Tensor:
@@ -85,8 +113,12 @@ def compute_logits(model: nn.Module, batch: Batch) -> Tensor:
     """(trained tokens, vocabulary)."""
     taken = forward_names(type(get_base(model)))
     kept = batch.kept + prompt_tokens(model)
-    arguments = {"logits_to_keep": kept, "position_ids": batch.position_ids}
+    arguments: dict[str, Any] = {"logits_to_keep": kept, "position_ids": batch.position_ids}
     arguments = {name: value for name, value in arguments.items() if name in taken and value is not None}
+    if batch.split is not None:
+        # The mask is nobody's: rows are kept apart by what attention is told.
+        nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kept.device)
+        arguments |= {"split": batch.split, "attention_mask": nothing}
     logits: Tensor = model(input_ids=batch.input_ids, use_cache=False, **arguments).logits[0]
     # A model that does not know which places are wanted has computed them all.
     return logits if len(logits) == len(kept) else logits[kept]

@@ -19,7 +19,7 @@ NORM_AFTER = re.compile(r"post_(feedforward|mlp)\w*norm")
 
 
 def count_matmuls(model: Any, adapter: Adapter, arguments: frozenset[str]) -> Matmuls:
-    """Counted without peft, also on a model without memory; `arguments` are those that its forward takes.
+    """Counted before it is adapted, also on a model without memory; `arguments` are those that its forward takes.
 
     Raises:
         SpecError: an option that does not fit the model.
@@ -156,13 +156,19 @@ def _norm_products(module: Any, adapter: Adapter) -> int:
 
 
 def _attention_width(text: Any) -> int:
-    heads = getattr(text, "num_attention_heads", None)
+    kinds = getattr(text, "layer_types", None)
+    layers = list(text.per_layer_config)
+    if kinds:
+        kept = ["attention" in kind and "linear" not in kind for kind in kinds]
+        layers = [layer for layer, attends in zip(layers, kept, strict=False) if attends]
+    return sum(map(_heads_width, layers))
+
+
+def _heads_width(layer: Any) -> int:
+    heads = getattr(layer, "num_attention_heads", None)
     if not heads:
         return 0
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kinds = getattr(text, "layer_types", None)
-    layers = sum("attention" in kind and "linear" not in kind for kind in kinds) if kinds else text.num_hidden_layers
-    return int(layers * heads * size)
+    return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads))
 
 
 def _holder(name: str) -> str:

@@ -1,5 +1,6 @@
 """Where a rank stands where more than the rows of a batch is shared among the ranks."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,12 +15,21 @@ AXES = ("data", "pipeline", "tensor")
 
 def make_mesh(plan: Plan) -> DeviceMesh:
     """All ranks of a run, (data, pipeline, tensor). All ranks call it."""
-    mesh = init_device_mesh(plan.device, (plan.data, plan.pipeline, plan.tensor), mesh_dim_names=AXES)
-    for axis in AXES:  # its groups do not take the timeout of the whole
-        _set_pg_timeout(timedelta(seconds=find_timeout_s()), mesh.get_group(axis))
-    return mesh
+    return _make_mesh(plan.device, dict(zip(AXES, (plan.data, plan.pipeline, plan.tensor), strict=True)))
+
+
+def make_expert_mesh(plan: Plan) -> DeviceMesh:
+    """The data-parallel ranks, among which the experts are split: (copies of each expert, parts of the experts)."""
+    return _make_mesh(plan.device, {"copies": plan.data // plan.expert, "expert": plan.expert, "tensor": 1})
 
 
 def find_data_group(mesh: DeviceMesh) -> Group:
     """The ranks that stand where this one does in every other copy of the model."""
     return Ranks(mesh["data"].get_group())
+
+
+def _make_mesh(device: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for axis in sizes:  # its groups do not take the timeout of the whole
+        _set_pg_timeout(timedelta(seconds=find_timeout_s()), mesh.get_group(axis))
+    return mesh

@@ -13,9 +13,9 @@ from training.devices import SHARDS_WEIGHTS
 from training.errors import ModelError, SpecError
 from training.facts import ModelFacts
 from training.plan import Plan
-from training.rank.adapters import add_adapter, count_trained
+from training.rank.adapters import add_adapter, count_trained, count_trained_experts
 from training.rank.attention import use_rows
-from training.rank.experts import list_stacks
+from training.rank.experts import count_experts, list_stacks
 from training.rank.lora import find_targets
 from training.rank.matmuls import count_matmuls
 from training.rank.offloading import Offloading
@@ -52,7 +52,8 @@ def load_config(source: Source) -> Any:
 
 def context_tokens(config: Any) -> int | None:
     """The longest sequence that the model was made for; None where its kind has no such limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit is not None and limit > 0 else None
 
 
 def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
@@ -72,10 +73,11 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
     text = config.get_text_config()
     parameters = sum(weight.numel() for weight in model.parameters())
     tensor_units, whole_parameters = find_sizes(model)
+    experts, of_experts = count_experts(model)
     return ModelFacts(
         family=config.model_type,
         hidden_size=text.hidden_size,
-        intermediate_size=_computed_width(text),
+        intermediate_size=max(map(_computed_width, text.per_layer_config)),
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         parameters=parameters,
@@ -83,19 +85,30 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         quantised_parameters=count_quantised(model) if adapter.type == "qlora" else 0,
         head_in_parts=not any(getattr(text, name, None) for name in CHANGERS_OF_LOGITS),
         context_tokens=context_tokens(config),
-        attention_heads=text.num_attention_heads,
+        attention_heads=max(getattr(layer, "num_attention_heads", None) or 0 for layer in text.per_layer_config),
         has_fused_attention=model._supports_sdpa,
+        attends_to_all=_attends_to_all(text),
         stacked_parameters=_count_stacked(model, adapter),
         tensor_units=tensor_units,
         whole_parameters=whole_parameters,
+        experts=experts,
+        expert_parameters=of_experts,
+        trained_expert_parameters=count_trained_experts(model, adapter),
         matmuls=count_matmuls(model, adapter, forward_names(type(model))),
     )
+
+
+def _attends_to_all(text: Any) -> bool:
+    kinds = getattr(text, "layer_types", None)
+    windows = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping")
+    return set(kinds) == {"full_attention"} if kinds else not any(getattr(text, name, None) for name in windows)
 
 
 def _computed_width(text: Any) -> int:
     """Of the feed-forward part that is computed for a token: with experts, of those that it is given to."""
     # GPT-2 and its like name it otherwise, and leave out what is the usual four times the width.
     width = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    width = max(width) if isinstance(width, list) else width  # a layer each, as in Gemma 3n
     experts = getattr(text, "num_experts_per_tok", None)
     if not experts:
         return int(width)
@@ -120,8 +133,8 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
         ModelError: the weights are not whole.
     """
     full = adapter.type == "full"
-    device = "cpu" if plan.strategy in SHARDS_WEIGHTS or plan.tensor > 1 else plan.device
-    dtype = torch.float32 if full else DTYPES[plan.precision]
+    device = "cpu" if plan.strategy in SHARDS_WEIGHTS or plan.expert > 1 or plan.tensor > 1 else plan.device
+    dtype = DTYPES["fp32" if full else plan.precision]
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":
         extra = {"quantization_config": make_quantization(adapter, dtype), "device_map": {"": device}}

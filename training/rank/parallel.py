@@ -3,6 +3,7 @@
 import resource
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,8 +29,12 @@ class Parallel(Protocol):
     data_rank: int
     data_ranks: int
     "Among these the rows of a window are shared; each makes the same number of passes."
+    random_rank: int
+    "Ranks with the same one drop the same activations."
     loss_scale: LossScale | None
     "Only where gradients are computed in fp16."
+    scratch: Path
+    "A folder on a disk, where gathered tensors lie while they are written; the run directory."
     steps_by_engine: bool
     "Gradients must go to `backward`: a trial of the model by itself would leave half of one behind."
 
@@ -79,6 +84,8 @@ class SingleDevice:
     """One GPU, or the CPU."""
 
     data_rank, data_ranks = 0, 1
+    random_rank = 0
+    scratch = Path()
     steps_by_engine = False
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group | None = None) -> None:
@@ -141,9 +148,9 @@ class SingleDevice:
 
     def optimizer_state(self) -> dict[str, Any]:
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.as_dict()}
-        state = self._optimizer.state_dict()["state"]
-        named = {name: state[place] for place, name in enumerate(self._list_names()) if place in state}
-        return {"state": {name: self._whole(name, moments) for name, moments in named.items()}, **scale}
+        state, names = self._optimizer.state_dict()["state"], self._list_names()
+        moments = {names[place]: self._whole(names[place], found) for place, found in state.items()}
+        return {"state": moments, **scale}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self.loss_scale is not None:

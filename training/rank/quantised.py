@@ -53,6 +53,13 @@ def make_trainable(model: nn.Module) -> None:
             _keep_8_bits_alike(module)
 
 
+def move_scales(model: nn.Module, device: torch.device) -> None:
+    """Of weights in 4 bits that are split among ranks: their scales are no weights, and each rank keeps all of them."""
+    for module in model.modules():
+        if getattr(module, "quant_state", None) is not None:
+            module.quant_state.to(device)
+
+
 def _keep_8_bits_alike(layer: Any) -> None:
     """Outside of training bitsandbytes takes the inputs in 8 bits too on a CPU: evaluations, and what preferences are
     compared with, would be computed otherwise than what is trained. And where peft unpacks the weights for DoRA there,

@@ -13,15 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.errors import CapacityError, SpecError
+from training.errors import CapacityError, DataError, SpecError
 from training.events import EventLog, Untold
 from training.extending import require_target
 from training.facts import ModelFacts
 from training.flops import tokens_per_parameter
 from training.hardware import Hardware, find_hardware
 from training.plan import Plan, make_plan, may_share_a_pass
-from training.rank.apart import depends_on_length, find_trial_passes, keeps_rows_apart
+from training.rank.apart import (
+    can_be_cut,
+    depends_on_length,
+    find_trial_passes,
+    keeps_rows_apart,
+    require_trainable,
+)
 from training.rank.checkpoint import Checkpoints, Progress, load_progress, load_state, load_weights
+from training.rank.context import split_passes
+from training.rank.copies import bring, find_place
 from training.rank.determinism import require_same_bits, train_once, warn_of_other_bits
 from training.rank.early_stopping import patience_is_out
 from training.rank.failure import explain, tell_torchrun
@@ -80,6 +88,8 @@ def run(run_dir: RunDir, attempt: int, stop: Stop, *, base_name: str | None = No
             stack.enter_context(lock(run_dir.path / "lock", wait=False))
         events = EventLog(run_dir.events, attempt) if rank == 0 else Untold()
         stack.callback(events.close)
+        if find_place()[0] > 0:
+            stack.callback(shutil.rmtree, run_dir.received, ignore_errors=True)
         this = Attempt(run_dir, attempt, stop, events, Progress())
         try:
             return _plan_and_train(this, base_name, plan_only)
@@ -104,10 +114,12 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
         _require_gpu()
     group = Alone() if plan_only else join_group(spec.layout.ranks, device)
     found = None if plan_only else group.first(lambda: _find_checkpoint(this))
+    found = found and bring(found, group, this.run_dir.received)
     resumed_from = step_of(found) if found else None
     start = {"pid": os.getpid(), "pids": group.gather(os.getpid()), "device": device, "resumed_from": resumed_from}
     this.events.append("started", resumed_from or 0, start)
     inputs = load_inputs(spec, base_name=base_name, weights=not plan_only)
+    _require_same_inputs(group, inputs)
     model = make_facts(inputs.source, inputs.config, spec.adapter)
     plan = group.first(lambda: _make_plan(this, inputs, hardware, model, measure=not plan_only))
     this.events.append("plan", resumed_from or 0, plan.as_json())
@@ -125,6 +137,18 @@ def _plan_and_train(this: Attempt, base_name: str | None, plan_only: bool) -> in
     _save_result(this, inputs, parts)
     this.events.append("finished", this.progress.step, _summary(this.progress, plan))
     return group.first(lambda: EXIT_FINISHED)
+
+
+def _require_same_inputs(group: Group, inputs: Inputs) -> None:
+    """Raises DataError where the files of another node are others."""
+    if inputs.spec.layout.nodes == 1:
+        return
+    digests = group.gather(make_fingerprint(inputs))
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        node = other // inputs.spec.layout.local_ranks
+        message = f"the base model, data or weights to start from of node {node} are not those of node 0"
+        raise DataError(f"{message}; copy the same files to all nodes", code="other_files")
 
 
 def _make_plan(this: Attempt, inputs: Inputs, hardware: Hardware, model: ModelFacts, *, measure: bool) -> Plan:
@@ -171,12 +195,17 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
     if found and is_adapted(model):
         load_adapter(model, found / weights_name(model))
     parallel = build_parallel(model, plan, group)
-    if parallel.data_rank:
-        _seed(plan.seed + parallel.data_rank)  # those with other rows drop other activations
+    parallel.scratch = this.run_dir.path
+    if parallel.random_rank:
+        _seed(plan.seed + parallel.random_rank)  # those with other rows drop other activations
     if found:
         load_state(found, parallel)
     with parallel.compute():
-        find_head(get_base(model))  # tries the model once, which is not to count with the first step
+        # Both try the model once, which is not to count with the first step.
+        require_trainable(model, parallel.device, adapter)
+        find_head(get_base(model))
+    if plan.context > 1:
+        _share_passes(parallel, plan.context)
     limit = _make_pass_limit(this, parallel, plan, inputs)
     if plan.device == "cuda":
         _require_same_bits(this, parallel, limit)
@@ -195,6 +224,18 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
     )
 
 
+def _share_passes(parallel: Parallel, ranks: int) -> None:
+    """Let so many ranks compute pieces of one pass. Raises SpecError where a model cannot be computed so."""
+    base = get_base(parallel.model)
+    split_passes(base, ranks)
+    with parallel.compute():
+        fails = not can_be_cut(parallel.model, parallel.device, ranks)
+    if parallel.group.any(fails):
+        param = "parallelism.context"
+        message = f"{param}: this kind of model cannot be computed in pieces of a row; leave it at 1"
+        raise SpecError(f"{message}, and take fsdp or zero3 where memory is short", param=param)
+
+
 def _make_pass_limit(this: Attempt, parallel: Parallel, plan: Plan, inputs: Inputs) -> PassLimit:
     """The plan's; a row a pass where the model cannot tell rows apart, which changes the speed and not the result.
     Raises SpecError where rows are to be packed all the same."""
@@ -204,7 +245,8 @@ def _make_pass_limit(this: Attempt, parallel: Parallel, plan: Plan, inputs: Inpu
     spec = inputs.spec
     if may_share_a_pass(spec.adapter):
         # On a CPU whole passes take seconds: there they are tried where something hangs on their length.
-        is_long = plan.device == "cuda" or depends_on_length(inputs.config)
+        # Where ranks share a pass, it may be too long for one.
+        is_long = plan.context == 1 and (plan.device == "cuda" or depends_on_length(inputs.config))
         passes = find_trial_passes(inputs.training.examples, limit) if is_long else []
         with parallel.compute():
             mixes = not keeps_rows_apart(parallel.model, parallel.device, passes)
@@ -291,7 +333,7 @@ def _save_result(this: Attempt, inputs: Inputs, parts: Run) -> None:
     parallel, model = parts.parallel, parts.parallel.model
     best = _find_best(this, parallel.group)
     if best is not None and step_of(best) != this.progress.step:
-        load_weights(parallel, inputs.source, best)
+        load_weights(parallel, inputs.source, parts.checkpoints.bring(best, parallel.group))
     if inputs.spec.adapter.type == "full" and parts.plan.precision != "fp32":
         parallel.cast_weights(base_dtype(inputs.config))
     weights = parallel.gather_weights()

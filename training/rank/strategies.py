@@ -14,6 +14,10 @@ def build_parallel(model: nn.Module, plan: Plan, group: Group) -> Parallel:
 
         return TensorZero(model, plan, group) if plan.strategy == "zero1" else TensorParallel(model, plan, group)
     match plan.strategy:
+        case "ddp" if plan.expert > 1:
+            from training.rank.expert_parallel import ExpertParallel
+
+            return ExpertParallel(model, plan, group)
         case "ddp":
             from training.rank.ddp import Ddp
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from training.errors import ModelError
 from training.plan import Plan
-from training.rank.data_parallel import DataParallel, gather_each, gather_whole, put_each
+from training.rank.data_parallel import DataParallel, gather_each, put_each
 from training.rank.group import Group, Ranks
 from training.rank.mesh import find_data_group, make_mesh
 from training.rank.optim import build_optimizer
@@ -49,7 +49,7 @@ class TensorParallel(DataParallel):
             weight.grad = None
 
     def gather_weights(self) -> dict[str, Tensor]:
-        return gather_each(self.model, self.group, lambda part: gather_whole(part.detach(), self.group.rank == 0))
+        return gather_each(self.model, self.group, self._gather_whole)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         put_each(self.model, weights, lambda own, whole: local_part(own).copy_(cut_like(own, whole)))
@@ -105,9 +105,9 @@ class TensorParallel(DataParallel):
         return (self._tensor.total(squares[0]) + squares[1]).sqrt()
 
     def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:
-        weight, keep = self._weights[name], self.group.rank == 0
+        weight = self._weights[name]
         return {
-            kind: gather_whole(_as_part(value, weight), keep) if _is_like(value, self._trained[name]) else value
+            kind: self._gather_whole(_as_part(value, weight)) if _is_like(value, self._trained[name]) else value
             for kind, value in moments.items()
         }
 

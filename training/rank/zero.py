@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from training.errors import SpecError
 from training.plan import Plan
 from training.rank.data_parallel import DataParallel, Passes, gather_each, put_each
 from training.rank.group import Group
 from training.rank.loss_scale import LossScale
 from training.rank.model import get_base
+from training.rank.quantised import move_scales
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 BUCKET_NUMBERS = 2**25
-"""Gradients that are summed over the ranks at once; the buffer for them is always there."""
+"""Gradients that are summed over the ranks at once, at most; stage 3 always keeps the buffer for them."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -33,14 +35,15 @@ class Zero(DataParallel):
         super().__init__(model, plan, group)
         self._engine = _start_engine(model, self._optimizer, plan)
         self._partitions = self._engine.optimizer
+        self._offloads = plan.offload != "none"
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        factor = self.data_ranks * (1.0 if self.loss_scale is None else self.loss_scale.factor)  # it averages over them
+        factor = self.data.ranks * (1.0 if self.loss_scale is None else self.loss_scale.factor)
         self._engine.backward(self._engine(lambda: loss * factor), scale_wrt_gas=False)
 
     def clip(self) -> Tensor:
-        gradients = [part for parts in self._partitions.averaged_gradients.values() for part in parts]
+        gradients = self._own_gradients()
         if self.loss_scale is not None:
             self.loss_scale.unscale(gradients)
         norm = self.group.total(self._find_norm(gradients) ** 2).sqrt()
@@ -54,6 +57,13 @@ class Zero(DataParallel):
     def drop_gradients(self) -> None:
         self._partitions.zero_grad(set_to_none=True)
         self._partitions.averaged_gradients.clear()
+        if self._offloads:
+            # On the host they are kept from step to step: what a dropped window left there would be added to the next
+            # one, and a weight without a gradient would take that of the step before.
+            self._partitions.reset_cpu_buffers()
+            self._forget_passes()
+            for gradient in self._own_gradients():
+                gradient.zero_()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         super().load_weights(weights)
@@ -69,12 +79,8 @@ class Zero(DataParallel):
             self._link_moments()
             for name, weight in self._trained.items():
                 # All ranks take part; the moments of one weight at a time are whole on each.
-                moments = {kind: safe_get_full_optimizer_state(weight, kind) for kind in MOMENTS}
-                if self.group.rank == 0:
-                    found[name] = {
-                        "step": steps[0].cpu().clone(),
-                        **{kind: whole.cpu() for kind, whole in moments.items()},
-                    }
+                moments = {kind: self._keep(safe_get_full_optimizer_state(weight, kind)) for kind in MOMENTS}
+                found[name] = {"step": steps[0].cpu().clone(), **moments}
         return {"state": found, **scale}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -94,6 +100,19 @@ class Zero(DataParallel):
         """What the optimizer steps: this rank's part of each group of weights, laid end to end."""
         parts: list[Tensor] = self._partitions.single_partition_of_fp32_groups
         return parts
+
+    def _own_gradients(self) -> list[Tensor]:
+        if self._offloads:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # they may still be on their way to the host
+            return [part.grad for part in self._own_parts() if part.grad is not None]
+        return [part for parts in self._partitions.averaged_gradients.values() for part in parts]
+
+    def _forget_passes(self) -> None:
+        """The next pass is the first of its window."""
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+        self._partitions.micro_step_id = INITIAL_MICRO_STEP_ID
 
     def _put_moment(self, weight: nn.Parameter, kind: str, whole: Tensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
@@ -119,6 +138,8 @@ class ZeroWeights(Zero):
             weight.is_external_param = True  # not taken away behind the module that it is of
             self._partitions.persistent_parameters.append(weight)  # gathered again after each step
         self._gather_persistent()
+        if plan.quantised_parameters:
+            move_scales(model, self.device)
 
     def gather_weights(self) -> dict[str, Tensor]:
         return gather_each(self.model, self.group, self._gather)
@@ -130,9 +151,8 @@ class ZeroWeights(Zero):
         self._gather_persistent()
 
     def _gather(self, weight: Tensor) -> Tensor:
-        dtype = weight.dtype
         with _gathered(weight):
-            return weight.detach().to("cpu", dtype, copy=True) if self.group.rank == 0 else weight.new_empty(0)
+            return self._keep(weight)
 
     def _own_parts(self) -> list[Tensor]:
         parts: list[Tensor] = self._partitions.fp32_partitioned_groups_flat
@@ -143,11 +163,14 @@ class ZeroWeights(Zero):
 
         # Each rank's part is as long as that of any other; the last is filled up with zeros.
         numbers = weight.partition_numel()
-        padded = nn.functional.pad(whole.flatten(), (0, numbers * self.data_ranks - whole.numel()))
-        safe_set_local_optimizer_state(weight, padded.narrow(0, numbers * self.data_rank, numbers), kind)
+        padded = nn.functional.pad(whole.flatten(), (0, numbers * self.data.ranks - whole.numel()))
+        safe_set_local_optimizer_state(weight, padded.narrow(0, numbers * self.data.rank, numbers), kind)
 
     def _link_moments(self) -> None:
         """Here they are found by the place of their weight."""
+
+    def _forget_passes(self) -> None:
+        """DeepSpeed has done so."""
 
     def _gather_persistent(self) -> None:
         kept = self._partitions.persistent_parameters
@@ -178,20 +201,33 @@ def _start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     # would wait for it without an end. gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     stage = STAGES[plan.strategy]
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET_NUMBERS}
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(BUCKET_NUMBERS, plan.trained_parameters)}
     if stage == 3:
         # Modules are called in other orders than the last time, by evaluations and by preference methods: nothing is
         # fetched before it is asked for.
         zero |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
         zero["stage3_param_persistence_threshold"] = 0
     else:
-        zero["compute_grad_norm"] = False
+        zero["compute_grad_norm"] = plan.offload != "none"  # which it cannot do without there
+        # Each rank is sent its part of the sum, and not all of it.
+        zero["use_multi_rank_bucket_allreduce"] = False
+    if plan.offload != "none":
+        on_host = {"device": "cpu", "pin_memory": plan.device == "cuda"}
+        zero |= {"offload_optimizer": on_host, **({"offload_param": on_host} if plan.offload == "params" else {})}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # the loop says which pass is the last
         "zero_optimization": zero,
         "gradient_clipping": 0.0,  # clipped before the step; what it clips to by itself is 1
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # which is compiled when it is first used; ours steps on the host too
         "steps_per_print": None,
     }
-    return deepspeed.initialize(model=Passes(model), optimizer=optimizer, config=config)[0]
+    given = plan.deepspeed or {}
+    config |= {**given, "zero_optimization": {**zero, **given.get("zero_optimization", {})}}
+    try:
+        return deepspeed.initialize(model=Passes(model), optimizer=optimizer, config=config)[0]
+    except (AssertionError, ValueError) as refused:  # which is how it refuses a config
+        if not given:
+            raise
+        raise SpecError(f"deepspeed: DeepSpeed does not take it ({refused})", param="deepspeed") from None

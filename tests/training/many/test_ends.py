@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.training.many.ranks import ENVIRONMENT, assert_same_training, on_ranks
 from tests.training.tiny_runs import events_of, last_event, make_job, train_here
 from training.launch import make_command, make_environment
@@ -104,15 +106,30 @@ def test_a_rank_that_hangs_is_found_out_and_all_write_where_they_stand(tmp_path:
     assert not any(lives(pid) for pid in pids_of(tmp_path / "run"))
 
 
-def test_a_job_that_all_ranks_refuse_is_refused_as_on_one_device(tmp_path: Path) -> None:
-    body = {**make_job(tmp_path), "adapter": {"target_modules": ["q_prj"]}}
-    process = start(tmp_path, on_ranks(body, 2, "ddp"))
-    _, said = process.communicate(timeout=60)
+@pytest.mark.parametrize(
+    ("strategy", "more", "param", "words"),
+    [
+        ("ddp", {"adapter": {"target_modules": ["q_prj"]}}, "adapter.target_modules", "q_prj"),
+        (
+            "zero2",
+            {"deepspeed": {"zero_optimization": {"allgather_bucket_size": 7}}},
+            "deepspeed",
+            "DeepSpeed does not take it (allgather_bucket_size must be a multiple of",
+        ),
+    ],
+)
+def test_a_job_that_all_ranks_refuse_is_refused_as_on_one_device(
+    strategy: str, more: dict[str, Any], param: str, words: str, tmp_path: Path
+) -> None:
+    process = start(tmp_path, on_ranks({**make_job(tmp_path), **more}, 2, strategy))
+    _, said = process.communicate(timeout=100)
     assert process.returncode == EXIT_FAILED
-    assert said.startswith("error: adapter.target_modules: ")
+    assert said.startswith(f"error: {param}: ")
+    assert words in said
     assert said.count("\n") == 1
     failed = last_event(tmp_path / "run")
-    assert (failed.type, failed.data["code"]) == ("failed", "invalid_value")
+    assert (failed.type, failed.data["code"], failed.data["param"]) == ("failed", "invalid_value", param)
+    assert "Traceback" not in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_more_devices_than_there_are_are_refused_before_a_process_is_started_for_each(tmp_path: Path) -> None:

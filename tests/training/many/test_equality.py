@@ -2,14 +2,16 @@
 PyTorch computes (test_plain_loop.py). Nine rows in windows of four: the last has one, fewer than there are ranks."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.training.many.ranks import Case, assert_same_training, on_ranks, train_on_ranks
-from tests.training.tiny_runs import events_of, make_job, read_json, train_here, weights_of
+from tests.training.many.ranks import Case, assert_same_training, find_difference, on_ranks, train_on_ranks
+from tests.training.tiny_runs import curve_of, events_of, in_double, make_job, read_json, train_here, weights_of
 from training.rundir import EXIT_FINISHED
 
 # The first test of a launch waits for all runs of it; on a new machine DeepSpeed builds an operation first.
@@ -34,24 +36,29 @@ JOBS: dict[str, dict[str, Any]] = {
     "prompt": {"adapter": {"type": "prompt"}},
     "prefix": {"adapter": {"type": "prefix"}},
     "qlora": {"adapter": {"type": "qlora"}},
+    "qlora, dora": {"adapter": {"type": "qlora", "use_dora": True}},
+    "qlora, 8 bits": {"adapter": {"type": "qlora", "bits": 8}},
     "pretrain": {"method": "pretrain", "hyper": {"max_seq_len": 16}},
     "dpo": {"method": "dpo"},
     "kto": {"method": "kto"},
     "full, bf16": {"adapter": {"type": "full"}, "precision": "bf16"},
     "lora, bf16": {"precision": "bf16"},
+    "qlora, bf16": {"adapter": {"type": "qlora"}, "precision": "bf16"},
     "full, fp16": {"adapter": {"type": "full"}, "precision": "fp16"},
 }
 SIXTEEN_BITS = [
     ("zero2", "full, bf16"),
     ("zero3", "full, bf16"),
     ("zero3", "lora, bf16"),
+    ("zero3", "qlora, bf16"),
+    ("fsdp", "qlora, bf16"),
     ("zero2", "full, fp16"),
     ("zero3", "full, fp16"),
 ]
 """Numbers of step 1, and what rounding to 8 bits of mantissa leaves of those after it."""
 FOUR = ("full", "lora", "kto")
 ZERO = {
-    "zero1": ("full", "lora", "full, not clipped"),
+    "zero1": ("full", "lora", "full, not clipped", "qlora"),
     "zero2": (
         "full",
         "lora",
@@ -62,10 +69,12 @@ ZERO = {
         "dora",
         "pissa",
         "dpo",
+        "qlora",
+        "qlora, 8 bits",
     ),
-    "zero3": ("full", "lora", "full, tied", "full, experts", "lora, checkpointed", "dpo", "kto"),
+    "zero3": ("full", "lora", "full, tied", "full, experts", "lora, checkpointed", "dpo", "kto", "qlora"),
 }
-ONE_DEVICE_ONLY = {"fsdp": ("prompt", "prefix", "qlora")}
+ONE_DEVICE_ONLY = {"fsdp": ("prompt", "prefix", "qlora, 8 bits")}
 CASES = [
     *(
         (strategy, 2, job)
@@ -76,6 +85,8 @@ CASES = [
     *((strategy, 4, job) for strategy in ("ddp", "fsdp") for job in FOUR),
     *((strategy, 2, job) for strategy, jobs in ZERO.items() for job in jobs),
 ]
+DOUBLE = [("ddp", "full"), ("ddp", "lora"), ("fsdp", "full"), ("fsdp", "lora")]
+"""Those that do without DeepSpeed, which sums and steps in fp32."""
 REWARDS = ("rewards_chosen", "rewards_rejected", "reward_margin", "kl", "train_loss", "eval_loss")
 PREFERENCES = {prefix + name: 1e-5 for name in REWARDS for prefix in ("", "eval_")}
 """Small differences of log-probabilities, which are numbers of about 100: what rounding leaves of them."""
@@ -89,13 +100,14 @@ class Runs:
         self.bodies = {job: self._make(job) for job in JOBS}
         self.started: set[tuple[str, ...]] = set()
 
-    def one(self, job: str) -> Path:
-        path = self.folder / job / "one"
+    def one(self, job: str, *, double: bool = False) -> Path:
+        path = self._path("one", 1, job, double=double)
         if not path.exists():
-            assert train_here(path, self.bodies[job]) == EXIT_FINISHED
+            with in_double() if double else nullcontext():
+                assert train_here(path, self.bodies[job]) == EXIT_FINISHED
         return path
 
-    def many(self, strategy: str, ranks: int, job: str) -> Path:
+    def many(self, strategy: str, ranks: int, job: str, *, double: bool = False) -> Path:
         together = tuple(ZERO) if strategy in ZERO else (strategy,)  # DeepSpeed takes long to start
         if (*together, str(ranks)) not in self.started:
             self.started.add((*together, str(ranks)))
@@ -104,11 +116,16 @@ class Runs:
                 for other, many, job in [*CASES, *((strategy, 2, job) for strategy, job in SIXTEEN_BITS)]
                 if other in together and many == ranks
             ]
+            cases += [
+                Case(self._path(other, 2, job, double=True), on_ranks(self.bodies[job], 2, other), double=True)
+                for other, job in DOUBLE
+                if other in together and ranks == 2
+            ]
             assert train_on_ranks(self.folder, ranks, cases) == [[EXIT_FINISHED] * ranks] * len(cases)
-        return self._path(strategy, ranks, job)
+        return self._path(strategy, ranks, job, double=double)
 
-    def _path(self, strategy: str, ranks: int, job: str) -> Path:
-        return self.folder / job / f"{strategy}-{ranks}"
+    def _path(self, strategy: str, ranks: int, job: str, *, double: bool = False) -> Path:
+        return self.folder / job / f"{strategy}-{ranks}{'-double' if double else ''}"
 
     def _make(self, job: str) -> dict[str, Any]:
         folder, asked = self.folder / job, dict(JOBS[job])
@@ -132,6 +149,19 @@ def test_ranks_compute_what_one_process_computes(strategy: str, ranks: int, job:
     for step in ("step-00000010", "step-00000020"):
         result = "model" if (one / "model").exists() else "adapter"
         assert weights_of(many / "checkpoints" / step / result).keys() == weights_of(one / result).keys()
+
+
+@pytest.mark.parametrize(("strategy", "job"), DOUBLE)
+def test_in_64_bits_ranks_compute_the_same_to_the_last_digits(strategy: str, job: str, runs: Runs) -> None:
+    """What is left in 32 bits is rounding: nothing is divided, counted or left out otherwise than in one process."""
+    many, one = runs.many(strategy, 2, job, double=True), runs.one(job, double=True)
+    got, want = curve_of(many, with_flops=False), curve_of(one, with_flops=False)
+    assert got.keys() == want.keys()
+    for place, data in want.items():
+        assert got[place] == pytest.approx(data, rel=1e-12, abs=1e-15), place
+    result = "model" if (one / "model").exists() else "adapter"
+    assert {weight.dtype for weight in weights_of(one / result).values()} == {torch.float64}
+    assert find_difference(many / result, one / result) < 1e-12
 
 
 @pytest.mark.parametrize(("strategy", "job"), SIXTEEN_BITS)

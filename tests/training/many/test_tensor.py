@@ -47,18 +47,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "lora, checkpointed": {"gradient_checkpointing": True},
     "lora, packed": {"hyper": {"packing": True, "max_seq_len": 64}},
     "lora, head trained": {"adapter": {"modules_to_save": ["lm_head"]}},
-    "lora on the head, embeddings trained": {
-        "adapter": {"target_modules": ["lm_head", "q_proj", "down_proj"], "modules_to_save": ["embed_tokens"]}
-    },
+    "lora on the head": {"adapter": {"target_modules": ["lm_head", "q_proj", "down_proj"]}},
     "prompt": {"adapter": {"type": "prompt"}},
     "dpo": {"method": "dpo"},
     "kto": {"method": "kto"},
     "lora with dropout": {"adapter": {"dropout": 0.3}},
     "full, best": {"adapter": {"type": "full"}, "hyper": WORSENING},
-    "lora, best": {"hyper": WORSENING},
-    "full, fp16": {"adapter": {"type": "full"}, "precision": "fp16"},
+    "full, fp16": {"adapter": {"type": "full"}, "precision": "fp16", "hyper": {"learning_rate": 1e-3}},
 }
-ALONE = {"lora with dropout", "full, best", "lora, best", "full, fp16"}
+ALONE = {"lora with dropout", "full, best", "full, fp16"}
 """Not to be compared number by number."""
 PAIR = {"data": 1, "tensor": 2}
 SQUARE, SQUARE_ZERO = {"strategy": "ddp", "data": 2, "tensor": 2}, {"strategy": "zero1", "data": 2, "tensor": 2}
@@ -199,14 +196,13 @@ def test_ranks_with_the_same_rows_have_the_same_random_numbers(runs: Runs) -> No
     assert (count("pair", "lora with dropout"), count("square", "full")) == (1, 2)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_best_checkpoint_becomes_the_result(kind: str, runs: Runs) -> None:
+def test_the_best_checkpoint_becomes_the_result(runs: Runs) -> None:
     """Its weights are put back, whole, on both ranks."""
-    path, result = runs.path("pair", f"{kind}, best"), "model" if kind == "full" else "adapter"
+    path = runs.path("pair", "full, best")
     assert last_event(path).data["best_step"] == 2
-    best, last = (path / "checkpoints" / name / result for name in ("step-00000002", "step-00000004"))
-    assert same_weights(path / result, best)
-    assert not same_weights(path / result, last)
+    best, last = (path / "checkpoints" / name / "model" for name in ("step-00000002", "step-00000004"))
+    assert same_weights(path / "model", best)
+    assert not same_weights(path / "model", last)
 
 
 def test_in_16_bits_split_matrices_compute_the_same_but_for_rounding(runs: Runs) -> None:
@@ -218,7 +214,7 @@ def test_in_16_bits_split_matrices_compute_the_same_but_for_rounding(runs: Runs)
             assert ours[name] == pytest.approx(theirs[name], rel=0.01)
         assert ours["loss_scale"] == theirs["loss_scale"]
     assert {weight.dtype for weight in weights_of(many / "model").values()} == {torch.bfloat16}
-    assert find_difference(many / "model", one / "model") < 2e-2
+    assert find_difference(many / "model", one / "model") < 1e-2
 
 
 @pytest.mark.parametrize(
