@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from training.errors import BurnishError
+from training.errors import BurnishError, RankDiedError
 from training.rank.failure import explain
 from training.rundir import COLLECTIVE_TIMEOUT_S, TIMEOUT_SETTING
 
@@ -119,7 +119,7 @@ def join_group(ranks: int, device: str) -> Group:
     """Meet the other ranks; on a GPU this rank takes its own.
 
     Raises:
-        BurnishError: this process was not started as one of so many.
+        BurnishError: this process was not started as one of so many, or does not find them.
     """
     started = find_rank()[1]
     if ranks != started:
@@ -136,5 +136,12 @@ def join_group(ranks: int, device: str) -> Group:
     if not dist.is_initialized():
         # What the ranks tell each other goes through the host: a GPU need not wait for it.
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except RuntimeError as bad:
+            reason = str(bad).strip().splitlines()[0]
+            message = (
+                f"not all ranks came, or they do not reach each other ({reason}); between hosts all ports are used"
+            )
+            raise RankDiedError(message, code="rank_lost") from bad
     return Ranks()

@@ -9,15 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import make_config, make_tokenizer, save_model
-from tests.training.many.ranks import Case, assert_same_training, on_ranks, train_on_ranks
+from tests.tiny import make_tokenizer, save_model
+from tests.training.many.ranks import Case, assert_same_training, train_on_ranks
 from tests.training.many.test_equality import PREFERENCES
 from tests.training.many.test_going_on import cut_back
 from tests.training.tiny_runs import curve_of, events_of, last_event, make_job, read_json, same_weights, train_here
-from training.adapter import Adapter
-from training.rank.adapters import count_trained_experts
-from training.rank.experts import count_experts
-from training.rundir import EXIT_FINISHED, checkpoint_name, step_of
+from training.rundir import EXIT_FINISHED, EXIT_STOPPED, checkpoint_name
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a launch waits for all runs of it
 
@@ -37,6 +34,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "full, bf16": {**FULL, "precision": "bf16"},
     "lora, fp16": {"precision": "fp16"},
 }
+RESULTS = [("full", "model"), ("lora", "adapter")]
 SIXTEEN_BITS = [job for job in JOBS if "16" in job]
 ON_FOUR = [(4, 2, "full"), (4, 2, "lora"), (4, 4, "lora, two experts for all tokens")]
 CASES = [*((2, 2, job) for job in JOBS if job not in (ON_FOUR[-1][-1], *SIXTEEN_BITS)), *ON_FOUR]
@@ -57,7 +55,7 @@ class Runs:
         self.started: set[int] = set()
 
     def one(self, job: str) -> Path:
-        path = self.folder / job / "one"
+        path = self.path(job, "one")
         if not path.exists():
             assert train_here(path, self.bodies[job]) == EXIT_FINISHED
         return path
@@ -66,12 +64,33 @@ class Runs:
         if ranks not in self.started:
             self.started.add(ranks)
             asked = [(expert, job) for many, expert, job in ALL if many == ranks]
-            cases = [Case(self._path(ranks, *case), split(self.bodies[case[1]], ranks, case[0])) for case in asked]
-            assert train_on_ranks(self.folder, ranks, cases) == [[EXIT_FINISHED] * ranks] * len(cases)
-        return self._path(ranks, expert, job)
+            cases = [Case(self.path(job, f"{ranks}-{of}"), split(self.bodies[job], ranks, of)) for of, job in asked]
+            codes = [[EXIT_FINISHED] * ranks] * len(cases)
+            if ranks == 2:
+                cases += self._make_stopped()
+                codes += [[EXIT_STOPPED] * 2] * len(RESULTS) + [[EXIT_FINISHED] * 2] * (3 * len(RESULTS) + 1)
+            assert train_on_ranks(self.folder, ranks, cases) == codes
+        return self.path(job, f"{ranks}-{expert}")
 
-    def _path(self, ranks: int, expert: int, job: str) -> Path:
-        return self.folder / job / f"{ranks}-{expert}"
+    def path(self, job: str, which: str) -> Path:
+        return self.folder / job / which
+
+    def make_earlier(self) -> dict[str, Any]:
+        return {**self.bodies["dpo"], "resume_from": str(self.one("lora") / "adapter")}
+
+    def _make_stopped(self) -> list[Case]:
+        """Runs that are stopped; those that go on; such as go back to their best checkpoint; one beside an adapter."""
+        stopped, others = [], []
+        for job, _ in RESULTS:
+            body = split(self.bodies[job], 2, 2)
+            again, later = self.path(job, "again"), self.path(job, "split later")
+            cut_back(self.one(job), later, 4)
+            stopped.append(Case(again, body, stop_rank=1, stop_check=9))
+            others += [Case(again, body, attempt=2), Case(later, body, attempt=2)]
+            hyper = {"early_stopping": {"patience": 1}, "learning_rate": 1.0}
+            early = make_job(self.folder / job, family="mixtral", rows=9, hyper=hyper, **JOBS[job])
+            others.append(Case(self.path(job, "best"), split(early, 2, 2)))
+        return [*stopped, *others, Case(self.path("dpo", "earlier"), split(self.make_earlier(), 2, 2))]
 
     def _make(self, job: str) -> dict[str, Any]:
         folder = self.folder / job
@@ -116,59 +135,34 @@ def test_in_16_bits_they_compute_the_same_but_for_rounding(job: str, runs: Runs)
         assert ours.data["grad_norm"] == pytest.approx(theirs.data["grad_norm"], rel=2 * limit)
 
 
-def test_a_run_goes_on_in_any_layout(runs: Runs, tmp_path: Path) -> None:
-    """Split as before it ends with the same bits. From one process to split experts, and from those to one process and
-    to whole experts on each rank, it begins with the same weights and moments. The best checkpoint becomes the result:
-    whole weights are put back on the ranks. And an earlier adapter is split as the trained one is, that is compared
-    with it."""
-    cases, bits, others = [], [], []
-    for job, result in (("full", "model"), ("lora", "adapter")):
-        body, one, whole = runs.bodies[job], runs.one(job), runs.many(2, 2, job)
-        split_again, from_one, to_ddp, to_one, best = (tmp_path / f"{job}-{number}" for number in range(5))
-        for path, before in ((split_again, whole), (from_one, one), (to_ddp, whole), (to_one, whole)):
-            assert step_of(cut_back(before, path, 4)) == 4
-        cases += [Case(path, split(body, 2, 2), attempt=2) for path in (split_again, from_one)]
-        cases.append(Case(to_ddp, on_ranks(body, 2, "ddp"), attempt=2))
-        (tmp_path / job).mkdir()
-        stopping = {"early_stopping": {"patience": 1}, "learning_rate": 1.0}
-        early = make_job(tmp_path / job, family="mixtral", rows=9, hyper=stopping, **JOBS[job])
-        cases.append(Case(best, split(early, 2, 2)))
-        assert train_here(to_one, body, attempt=2) == EXIT_FINISHED
-        bits.append((split_again, whole, best, result))
-        others += [(path, one) for path in (from_one, to_ddp, to_one)]
-    earlier = {**runs.bodies["dpo"], "resume_from": str(runs.one("lora") / "adapter")}
-    compared = tmp_path / "compared"
-    assert train_here(tmp_path / "compared on one", earlier) == EXIT_FINISHED
-    cases.append(Case(compared, split(earlier, 2, 2)))
-    assert train_on_ranks(tmp_path, 2, cases) == [[EXIT_FINISHED] * 2] * len(cases)
-    for path, one in others:
+@pytest.mark.parametrize(("job", "result"), RESULTS)
+def test_a_run_goes_on_in_any_layout(job: str, result: str, runs: Runs, tmp_path: Path) -> None:
+    """Split as before it ends with the same bits. From one process to split experts, and back, it begins with the same
+    weights and moments."""
+    whole, one = runs.many(2, 2, job), runs.one(job)
+    again, split_later, joined = (runs.path(job, name) for name in ("again", "split later", "joined"))
+    assert 0 < events_of(again, "started")[1].data["resumed_from"] < 6
+    assert curve_of(again) == curve_of(whole)
+    assert same_weights(again / result, whole / result)
+    cut_back(whole, joined, 4)
+    assert train_here(joined, runs.bodies[job], attempt=2) == EXIT_FINISHED
+    for path in (split_later, joined):
         assert events_of(path, "started")[-1].data["resumed_from"] == 4
         assert_same_training(path, one)
-    assert_same_training(compared, tmp_path / "compared on one", apart=PREFERENCES)
-    for again, whole, best, result in bits:
-        assert curve_of(again) == curve_of(whole)
-        assert same_weights(again / result, whole / result)
-        told = last_event(best).data
-        lowest, last = (best / "checkpoints" / checkpoint_name(told[step]) / result for step in ("best_step", "steps"))
-        assert same_weights(best / result, lowest)
-        assert not same_weights(best / result, last)
 
 
-@pytest.mark.parametrize(
-    ("family", "experts", "weights", "adapters"),
-    [
-        ("llama", 0, 0, 0),
-        ("mixtral", 4, 2 * 4 * 3 * 32 * 64, 8 * 2 * 4 * ((128 + 32) + (32 + 64))),
-        ("qwen3_moe", 4, 2 * 4 * 3 * 32 * 16, 8 * 2 * 4 * ((32 + 32) + (32 + 16))),
-        ("gpt_oss", 4, 2 * 4 * (3 * 32 * 64 + 128 + 32), 8 * 2 * 4 * ((128 + 32) + (32 + 64))),
-    ],
-)
-def test_experts_are_counted(family: str, experts: int, weights: int, adapters: int) -> None:
-    """Two layers of four experts, each of three matrices, two of which lie in one; adapters of r 8."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config(family))
-    assert count_experts(model) == (experts, weights)
-    assert count_trained_experts(model, Adapter(type="full")) == weights
-    assert count_trained_experts(model, Adapter(r=8)) == adapters
-    assert count_trained_experts(model, Adapter(target_modules=["q_proj"])) == 0
-    assert count_trained_experts(model, Adapter(type="ia3")) == 0
+@pytest.mark.parametrize(("job", "result"), RESULTS)
+def test_the_best_checkpoint_of_split_experts_becomes_the_result(job: str, result: str, runs: Runs) -> None:
+    """Its whole weights are put back, a part on each rank."""
+    runs.many(2, 2, job)
+    best = runs.path(job, "best")
+    told = last_event(best).data
+    lowest, last = (best / "checkpoints" / checkpoint_name(told[step]) / result for step in ("best_step", "steps"))
+    assert same_weights(best / result, lowest)
+    assert not same_weights(best / result, last)
+
+
+def test_an_earlier_adapter_is_split_as_the_one_that_is_compared_with_it(runs: Runs) -> None:
+    runs.many(2, 2, "dpo")
+    assert train_here(runs.path("dpo", "earlier on one"), runs.make_earlier()) == EXIT_FINISHED
+    assert_same_training(runs.path("dpo", "earlier"), runs.path("dpo", "earlier on one"), apart=PREFERENCES)
