@@ -155,14 +155,20 @@ def find_conflict(
         how = '; "optimizer" moves what is split' if strategy in SHARDS_STATES else "; leave it out"
         message = f'"params" goes with "fsdp" and "zero3", and the strategy is "{strategy}"{how}'
         return at("parallelism.offload", message)
+    if offload != "none" and layout.tensor > 1:
+        return at("parallelism.offload", "what parallelism.tensor has split stays on its device; leave one of them out")
     if layout.expert > 1 and (conflict := _find_expert_conflict(layout, adapter, optimizer, activation_offloading)):
+        return conflict
+    if layout.tensor > 1 and (conflict := _find_tensor_conflict(layout, adapter, optimizer, activation_offloading)):
         return conflict
     if strategy == "none" and layout.copies > 1:
         message = f'"none" is for one device, and there are {layout.copies}; set "auto" or "ddp"'
         return at("parallelism.strategy", message)
     if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.copies == 1:
         how = "set resources.gpus to 2 or more, on the CPU parallelism.data, or leave the strategy out"
-        return at("parallelism.strategy", f'"{strategy}" needs several devices; {how}')
+        if layout.ranks > 1:
+            how = "set parallelism.data to 2 or more, or leave the strategy out"
+        return at("parallelism.strategy", f'"{strategy}" shares rows among devices, and parallelism.data is 1; {how}')
     if layout.context > 1 and adapter.virtual_tokens:
         return at("parallelism.context", f"a {adapter.type} stands before whole rows only; leave context at 1")
     if strategy not in SHARDS_STATES:
@@ -238,4 +244,28 @@ def find_pipeline_conflict(
     if activation_offloading:
         why = "not together with a pipeline, where several passes are under way at once; leave it out"
         return at("activation_offloading", why)
+    return None
+
+
+def _find_tensor_conflict(
+    layout: Layout, adapter: Adapter, optimizer: str, activation_offloading: bool
+) -> PydanticCustomError | None:
+    """What does not go together with matrices that are split among ranks."""
+    strategy, param = layout.strategy, "parallelism.tensor"
+    others = [name for name in ("pipeline", "context") if getattr(layout, name) > 1]
+    if others:
+        return at(param, f"it does not go together with {others[0]}; leave that at 1, or this")
+    if strategy not in ("none", "ddp", "zero1"):
+        message = f'"{strategy}" does not go together with parallelism.tensor; "ddp" and "zero1" do'
+        return at("parallelism.strategy", message)
+    if adapter.type not in ("full", "lora", "prompt"):
+        message = f'{adapter.type} is not trained on split matrices; it is by strategy "ddp", with tensor left out'
+        return at(param, message)
+    if adapter.use_dora:
+        return at(param, 'DoRA is not trained on split matrices; it is by strategy "fsdp", with tensor left out')
+    if optimizer != "adamw":
+        message = f'{optimizer} does not step parts of weights; take "adamw", or strategy "ddp" with tensor left out'
+        return at(param, message)
+    if activation_offloading:
+        return at("activation_offloading", "not together with parallelism.tensor; leave it out, or take tensor 1")
     return None

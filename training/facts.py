@@ -58,6 +58,10 @@ class ModelFacts(Fact):
     "Whether every layer attends to all that stands before a place, and not to a window of it."
     stacked_parameters: int = 0
     "Of the frozen ones, experts in stacks that have adapters: peft computes their sum with the adapter in each pass."
+    tensor_units: int = 1
+    "The ranks that its matrices may be split among are numbers that divide this."
+    whole_parameters: int = 0
+    "Those that are whole on all of these ranks."
     experts: int = 0
     "Of each layer; 0 where there are none that can be split among ranks."
     expert_parameters: int = 0

@@ -57,14 +57,17 @@ def forecast_memory(
     and adapter is kept, and a layer's gradient. An adapter that a preference method compares with is kept in fp32
     beside the trained one. What ranks keep a part of is in `share_states`; weights that are gathered for a moment count
     as activations: embeddings and head, and two layers, the one that is computed and the next. What is offloaded counts
-    on the host where the device is a GPU, and on a CPU as if it were not. In a pipeline it is the rank that
-    has most: see `_share_of_stage` and `_count_under_way`.
+    on the host where the device is a GPU, and on a CPU as if it were not. In a pipeline it is the rank that has most:
+    see `_share_of_stage` and `_count_under_way`. Of matrices that are split
+    (`parallelism.tensor`) a rank has its part, and of activations that of its heads and its part of the MLP: 4 of the
+    12 are whole on each (Korthikanti et al., section 4.2.1), and so are adapters but for next to nothing.
 
     A pass has `micro_batch_size` of the longest rows, or of shorter ones as many rows and tokens as `shared` says. Of
     split experts a rank keeps its share, and as many tokens are taken to come to it as it sends.
     """
     model = _share_experts(model, spec.layout.expert)
     width = 4 if precision == "fp32" else 2
+    model = _split(model, spec)
     # The loss of a pair needs both of its sides at once.
     passes = 2 if spec.method.type == "dpo" else 1
     pass_tokens = micro_batch_size * min(data.longest_tokens, max_seq_len)
@@ -89,7 +92,8 @@ def forecast_memory(
             2 * passes_per_step * pass_tokens * model.hidden_size * (4 if spec.adapter.type == "full" else width)
         )
     gathered_bytes = _gathered_bytes(model, weights_bytes) if strategy in SHARDS_WEIGHTS else 0
-    copies_bytes = model.trained_parameters * 4 * _count_copies(strategy, spec.parallelism.offload)
+    copies = _count_copies(strategy, spec.parallelism.offload) if spec.layout.tensor == 1 else 0  # DeepSpeed's
+    copies_bytes = model.trained_parameters * 4 * copies
     scales_bytes = _scales_bytes(spec, model) if strategy in SHARDS_WEIGHTS else 0
     of_weights, of_gradients, of_optimizer = share_states(
         strategy,
@@ -109,6 +113,22 @@ def forecast_memory(
         activations_bytes=kept_bytes + MASK_BYTES * mask_numbers + unpacked_bytes + gathered_bytes + handed_bytes,
         logits_bytes=_logits_bytes(passes * trained_tokens, model),
     )
+
+
+def _split(model: ModelFacts, spec: JobSpec) -> ModelFacts:
+    """As one of the ranks that matrices are split among has it."""
+    ranks = spec.layout.tensor
+    if ranks == 1:
+        return model
+    parameters = model.whole_parameters + math.ceil((model.parameters - model.whole_parameters) / ranks)
+    mine = {
+        "parameters": parameters,
+        "trained_parameters": parameters if spec.adapter.type == "full" else model.trained_parameters,
+        "intermediate_size": math.ceil(model.intermediate_size / ranks),
+        "vocabulary": math.ceil(model.vocabulary / ranks),
+        "attention_heads": math.ceil(model.attention_heads / ranks),
+    }
+    return model.model_copy(update=mine)
 
 
 def _share_experts(model: ModelFacts, ranks: int) -> ModelFacts:
@@ -144,7 +164,11 @@ def _kept_bytes(
 ) -> int:
     """What the layers keep for the backward pass."""
     input_bytes = width * passes * pass_tokens * model.hidden_size
-    layer_bytes = 12 * input_bytes + 4 * width * passes * pass_tokens * model.intermediate_size
+    layer_bytes = (
+        4 * input_bytes
+        + math.ceil(8 * input_bytes / spec.layout.tensor)
+        + 4 * width * passes * pass_tokens * model.intermediate_size
+    )
     if spec.attention == "eager" or not model.has_fused_attention:
         layer_bytes += (4 + 2 * width) * passes * model.attention_heads * pass_tokens**2
     stacked_bytes = width * model.stacked_parameters // model.layers

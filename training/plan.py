@@ -130,11 +130,12 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     attention = _attention(spec, hardware, device, precision, model, why)
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
     _require_gatherable(layout, model)
+    _require_splittable(layout, model)
     _require_experts(layout, model)
     _require_cuttable(layout, model, attention)
     if layout.pipeline > 1:
         _require_layers(layout, spec.parallelism.schedule, model, why)
-    if layout.copies > 1 and spec.parallelism.strategy == "auto":
+    if layout.copies == layout.ranks > 1 and spec.parallelism.strategy == "auto":
         kept = "the whole model" if layout.expert == 1 else "all but the experts of others"
         why["strategy"] = f"each device keeps {kept} and gradients are summed, which costs least time; see fsdp"
     return Plan(
@@ -235,6 +236,24 @@ def _require_layers(layout: Layout, asked: str, model: ModelFacts, why: dict[str
             f"in a step a rank waits for others as long as {layout.pipeline - 1} passes take; interleaved is half of "
             "that, for twice the messages"
         )
+
+
+def _require_splittable(layout: Layout, model: ModelFacts) -> None:
+    """Raises SpecError for a model whose matrices cannot be split among so many ranks."""
+    if layout.tensor == 1:
+        return
+    param, instead = "parallelism.tensor", 'strategy "fsdp" splits the weights of any model'
+    if model.tensor_units == 1:
+        message = f"{param}: there is no plan for how to split the layers of {model.family}; leave it out, {instead}"
+        raise SpecError(message, param=param)
+    if model.tensor_units % layout.tensor:
+        sizes = [size for size in range(2, min(model.tensor_units, 1024) + 1) if model.tensor_units % size == 0]
+        listed = ", ".join(map(str, sizes))
+        message = f"{param}: the heads and widths of this model are not divisible by {layout.tensor}; {listed} would do"
+        raise SpecError(f"{message}, and {instead}", param=param)
+    if model.stacked_parameters:
+        message = f'{param}: adapters of experts in stacks are not split; "ddp" and "fsdp" train them, with tensor 1'
+        raise SpecError(message, param=param)
 
 
 def _require_experts(layout: Layout, model: ModelFacts) -> None:
@@ -450,6 +469,9 @@ def _asked_checkpointing(spec: JobSpec) -> bool | Auto:
 
 def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool | Auto:
     asked = spec.activation_offloading
+    if spec.layout.tensor > 1 and asked == "auto":
+        why["activation_offloading"] = "not together with parallelism.tensor"
+        return False
     if spec.layout.strategy in SHARDS_STATES and asked == "auto":
         why["activation_offloading"] = f"not together with {spec.layout.strategy}, which moves tensors by itself"
         return False

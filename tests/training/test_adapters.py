@@ -159,7 +159,7 @@ def test_what_is_trained_is_fp32_over_a_base_in_16_bits(kind: str, tmp_path: Pat
 
 def test_the_second_matrices_have_their_own_rate() -> None:
     model = get_peft_model(make_model(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    optimizer = build_optimizer(model, make_plan(lora_plus_ratio=16.0, weight_decay=0.1))
+    optimizer = build_optimizer(dict(model.named_parameters()), make_plan(lora_plus_ratio=16.0, weight_decay=0.1))
     set_rate(optimizer, 0.25)
     rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
     for name, weight in model.named_parameters():

@@ -42,6 +42,9 @@ def refuse(hyper: dict[str, Any] | None = None, **more: Any) -> SpecError:
         (2, {"strategy": "zero1"}, "zero1", 2),
         (2, {"strategy": "zero2"}, "zero2", 2),
         (0, {"data": 2, "strategy": "zero3"}, "zero3", 2),
+        (0, {"tensor": 2}, "none", 2),
+        (4, {"tensor": 2}, "ddp", 4),
+        (8, {"tensor": 2, "strategy": "zero1"}, "zero1", 8),
         (4, {"expert": 2}, "ddp", 4),
         (0, {"expert": 2}, "ddp", 2),
         (0, {"data": 6, "expert": 3}, "ddp", 6),
@@ -51,7 +54,8 @@ def test_ranks_are_the_gpus_and_on_the_cpu_what_data_says(
     gpus: int | str, asked: dict[str, Any], strategy: str, ranks: int
 ) -> None:
     spec = parse_spec({"model": "m", "training_file": "f", "resources": {"gpus": gpus}, "parallelism": asked})
-    assert (spec.layout.strategy, spec.layout.ranks, spec.layout.data) == (strategy, ranks, ranks)
+    assert (spec.layout.strategy, spec.layout.ranks) == (strategy, ranks)
+    assert spec.layout.data * asked.get("tensor", 1) == ranks
 
 
 @pytest.mark.parametrize(
@@ -137,6 +141,12 @@ def parse_arguments(given: list[str]) -> argparse.Namespace:
         ("auto", {"strategy": "fsdp"}, "parallelism.strategy", "on the CPU parallelism.data"),
         ("auto", {"strategy": "zero2"}, "parallelism.strategy", "on the CPU parallelism.data"),
         (3, {"data": 2}, "parallelism.data", "takes 2 GPUs, and resources.gpus is 3; make them equal"),
+        (4, {"data": 1, "tensor": 2}, "parallelism.data", "data 1 x tensor 2 x pipeline 1 takes 2 GPUs"),
+        (2, {"tensor": 2, "strategy": "ddp"}, "parallelism.strategy", "set parallelism.data to 2 or more"),
+        (8, {"tensor": 2, "strategy": "fsdp"}, "parallelism.strategy", '"ddp" and "zero1" do'),
+        (8, {"tensor": 2, "strategy": "zero1", "offload": "optimizer"}, "parallelism.offload", "leave one of them out"),
+        (8, {"tensor": 2, "context": 2}, "parallelism.tensor", "not go together with context"),
+        (8, {"tensor": 2, "strategy": "zero3"}, "parallelism.strategy", '"ddp" and "zero1" do'),
         (2, {"data": 0}, "parallelism.data", "from 1 to 1024"),
         (2, {"dta": 2}, "parallelism.dta", 'did you mean "data"'),
         (2, {"strategy": "zero9"}, "parallelism.strategy", 'not one of "none", "ddp"'),
@@ -223,7 +233,7 @@ def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() ->
         )
 
 
-@pytest.mark.parametrize("asked", [{"strategy": "zero9"}, {"tensor": 2}])
+@pytest.mark.parametrize("asked", [{"strategy": "zero9"}])
 def test_what_is_not_offered_yet_is_refused_by_its_value(asked: dict[str, Any]) -> None:
     (name,) = asked
     error = refuse(parallelism=asked, resources={"gpus": 2})

@@ -90,7 +90,7 @@ def test_a_run_that_is_all_warm_up_only_rises() -> None:
 
 def test_weight_decay_is_for_matrices_only() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    groups = build_optimizer(model, make_plan(weight_decay=0.1)).param_groups
+    groups = build_optimizer(dict(model.named_parameters()), make_plan(weight_decay=0.1)).param_groups
     decayed = {id(weight) for group in groups if group["weight_decay"] for weight in group["params"]}
     assert decayed == {id(weight) for weight in model.parameters() if weight.ndim == 2}
     assert sum(len(group["params"]) for group in groups) == 4
@@ -99,7 +99,8 @@ def test_weight_decay_is_for_matrices_only() -> None:
 def test_frozen_weights_are_not_in_the_optimizer() -> None:
     model = nn.Linear(3, 3)
     model.bias.requires_grad_(False)
-    assert [len(group["params"]) for group in build_optimizer(model, make_plan()).param_groups] == [1]
+    groups = build_optimizer(dict(model.named_parameters()), make_plan()).param_groups
+    assert [len(group["params"]) for group in groups] == [1]
 
 
 def test_a_step_is_that_of_adamw() -> None:

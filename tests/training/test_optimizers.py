@@ -20,7 +20,7 @@ def descend(optimizer: str, steps: int = 30) -> tuple[torch.Tensor, torch.optim.
     """A matrix large enough for 8 bits, pulled towards another one."""
     torch.manual_seed(0)
     model, target = nn.Linear(128, 64, bias=False), torch.randn(64, 128)
-    built = build_optimizer(model, make_plan(optimizer=optimizer, weight_decay=0.1))
+    built = build_optimizer(dict(model.named_parameters()), make_plan(optimizer=optimizer, weight_decay=0.1))
     for step in range(steps):
         ((model.weight - target) ** 2).sum().backward()
         set_rate(built, 0.05 / (1 + step))

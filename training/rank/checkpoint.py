@@ -101,8 +101,9 @@ class Checkpoints:
     def save(self, parallel: Parallel, progress: Progress) -> dict[str, Any]:
         """Write a checkpoint of the step that is done, on rank 0; its manifest."""
         weights = parallel.gather_weights()
-        random = parallel.group.gather(RandomState.take().as_dict())
-        state = {"optimizer": parallel.optimizer_state(), "random": random}
+        # Ranks that are at work on the same rows have the same.
+        random = dict(reversed(parallel.group.gather((parallel.random_rank, RandomState.take().as_dict()))))
+        state = {"optimizer": parallel.optimizer_state(), "random": [random[rank] for rank in sorted(random)]}
         return parallel.group.first(lambda: self._write(parallel.model, weights, state, progress))
 
     def _write(
@@ -149,8 +150,8 @@ def load_state(checkpoint: Path, parallel: Parallel) -> None:
     """Put back optimizer and random numbers. A rank that the checkpoint does not know goes on with those it has."""
     state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True, mmap=parallel.group.ranks > 1)
     parallel.load_optimizer_state(state["optimizer"])
-    if parallel.group.rank < len(state["random"]):
-        RandomState(**state["random"][parallel.group.rank]).restore()
+    if parallel.random_rank < len(state["random"]):
+        RandomState(**state["random"][parallel.random_rank]).restore()
 
 
 def load_weights(parallel: Parallel, source: Source, checkpoint: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from training.errors import TrainingError
 from training.plan import Plan
@@ -20,16 +21,21 @@ class DataParallel(SingleDevice):
     gradients are averaged over them. Other ranks are at work on the same ones (mesh.py)."""
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, data: Group | None = None) -> None:
-        super().__init__(model, plan, group)
         self.data = data or group
         # Neighbours share a row.
         self.data_rank, self.data_ranks = self.data.rank // plan.context, self.data.ranks // plan.context
+        self.random_rank = self.data.rank
+        super().__init__(model, plan, group)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         super().backward(loss * self.data.ranks, last=last)  # for it is averaged over them
 
     def total(self, value: Tensor) -> Tensor:
         return self.data.total(value)
+
+    def _gather_whole(self, part: Tensor) -> Tensor:
+        part = part.detach()
+        return self._keep(part.full_tensor() if isinstance(part, DTensor) else part)
 
     def _keep(self, whole: Tensor) -> Tensor:
         """What rank 0 keeps of a tensor that was gathered on all ranks."""

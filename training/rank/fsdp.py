@@ -35,7 +35,7 @@ class Fsdp(DataParallel):
             move_scales(model, self.device)
 
     def gather_weights(self) -> dict[str, Tensor]:
-        return gather_each(self.model, self.group, self._gather)
+        return gather_each(self.model, self.group, self._gather_whole)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         put_each(self.model, weights, lambda own, whole: own.copy_(_cut_like(own, whole)))
@@ -51,12 +51,10 @@ class Fsdp(DataParallel):
         norm = super()._find_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _gather(self, part: Tensor) -> Tensor:
-        part = part.detach()
-        return self._keep(part.full_tensor() if isinstance(part, DTensor) else part)
-
     def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        return {kind: self._gather(value) if isinstance(value, DTensor) else value for kind, value in moments.items()}
+        return {
+            kind: self._gather_whole(value) if isinstance(value, DTensor) else value for kind, value in moments.items()
+        }
 
     def _own_part(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:
         weight = self._trained[name]

@@ -3,16 +3,37 @@ of a small model, never exist."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from training.memory import CHUNK_BYTES
 
 FP16_FACTOR = 1024.0
 """Gradients of logits are at most 1 and most far below what fp16 can tell from 0."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of a head that is split among ranks by the vocabulary: this rank's tokens, from which one on."""
+
+    first: int
+    members: dist.ProcessGroup
+
+    def highest(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.members)
+        return value
+
+    def total(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, group=self.members)
+        return value
+
 
 _heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -57,7 +78,7 @@ def sum_losses(hidden: Tensor, targets: Tensor, head: nn.Module) -> tuple[Tensor
     if torch.is_grad_enabled() and (hidden.requires_grad or weights):
         losses, right = _Losses.apply(hidden, targets, head, True, *weights)
         return losses, right
-    parts = [_measure(head(some), wanted) for some, wanted in _cut(hidden, targets, head)]
+    parts = _measure_each(hidden, targets, head)
     return torch.stack([losses.sum() for losses, *_ in parts]).sum(), torch.stack(
         [right for _, right, _ in parts]
     ).sum()
@@ -68,7 +89,7 @@ def list_losses(hidden: Tensor, targets: Tensor, head: nn.Module) -> Tensor:
     if torch.is_grad_enabled() and hidden.requires_grad:
         losses: Tensor = _Losses.apply(hidden, targets, head, False)[0]
         return losses
-    return torch.cat([_measure(head(some), wanted)[0] for some, wanted in _cut(hidden, targets, head)])
+    return torch.cat([losses for losses, *_ in _measure_each(hidden, targets, head)])
 
 
 def is_trained(head: nn.Module) -> bool:
@@ -85,13 +106,13 @@ class _Losses(torch.autograd.Function):
         is_fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
         ctx.factor, ctx.summed = FP16_FACTOR if is_fp16 else 1.0, summed
         of_weights = [torch.zeros_like(weight) for weight in weights]
-        of_hidden, losses, right = [], [], targets.new_zeros(())
+        of_hidden, losses, right, own = [], [], targets.new_zeros(()), _find_part(head)
         for some, wanted in _cut(hidden, targets, head):
             with torch.enable_grad():
                 part = some.detach().requires_grad_()
                 # Through a view: tools that hook into modules, as PyTorch's FLOP counter does, refuse a leaf here.
-                logits = head(part.view_as(part))
-            of_tokens, of_right, of_logits = _measure(logits.detach(), wanted)
+                logits = _make_logits(head, part.view_as(part), own)
+            of_tokens, of_right, of_logits = _measure(logits.detach(), wanted, own)
             losses.append(of_tokens)
             right += of_right
             out = of_logits.mul_(ctx.factor).to(logits.dtype)
@@ -99,7 +120,8 @@ class _Losses(torch.autograd.Function):
             of_hidden.append(found)
             for total, more in zip(of_weights, of_part, strict=True):
                 total += more
-        ctx.save_for_backward(torch.cat(of_hidden), *of_weights)
+        of_every = torch.cat(of_hidden)
+        ctx.save_for_backward(of_every if own is None else own.total(of_every), *of_weights)
         ctx.mark_non_differentiable(right)
         every = torch.cat(losses)
         return (every.sum() if summed else every), right
@@ -120,17 +142,45 @@ def _cut(hidden: Tensor, targets: Tensor, head: nn.Module) -> Iterator[tuple[Ten
     return zip(hidden.split(rows), targets.split(rows), strict=True)
 
 
-def _measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _find_part(head: nn.Module) -> _Part | None:
+    weight = getattr(head, "weight", None)
+    if type(head) is not nn.Linear or not isinstance(weight, DTensor):
+        return None
+    ranks = weight.device_mesh
+    return _Part(-(-weight.shape[0] // ranks.size()) * ranks.get_local_rank(), ranks.get_group())
+
+
+def _make_logits(head: nn.Module, hidden: Tensor, own: _Part | None) -> Tensor:
+    """Those of this rank's tokens alone, where the head is split."""
+    if own is not None:
+        weight, bias = (weight if weight is None else weight.to_local() for weight in (head.weight, head.bias))  # type: ignore[union-attr,operator]
+        return functional.linear(hidden, weight, bias)
+    logits: Tensor = head(hidden)
+    return logits.clone() if logits._is_view() else logits  # they are overwritten
+
+
+def _measure_each(hidden: Tensor, targets: Tensor, head: nn.Module) -> list[tuple[Tensor, Tensor, Tensor]]:
+    own = _find_part(head)
+    return [_measure(_make_logits(head, some, own), wanted, own) for some, wanted in _cut(hidden, targets, head)]
+
+
+def _measure(logits: Tensor, targets: Tensor, own: _Part | None) -> tuple[Tensor, Tensor, Tensor]:
     """Of logits (n, vocabulary), which are overwritten where they are fp32: the losses (n,), how many targets were the
     most likely, and the gradient of the summed losses, softmax - 1 at the target."""
     logits = logits.float()
     largest = logits.amax(-1)
-    chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
+    if own is not None:  # Megatron-LM's (Shoeybi et al. 2019, section 3): three numbers of each token are exchanged
+        largest, targets = own.highest(largest), targets - own.first
+    mine = (targets >= 0) & (targets < logits.shape[1])
+    place = targets.where(mine, 0)
+    chosen = logits.gather(1, place.unsqueeze(1)).squeeze(1).where(mine, 0.0)
     logits = logits.sub_(largest.unsqueeze(1)).exp_()
     total = logits.sum(-1)
+    if own is not None:
+        total, chosen = own.total(torch.stack([total, chosen]))
     losses = total.log() + largest - chosen
     logits.div_(total.unsqueeze(1))
-    logits[torch.arange(len(targets), device=targets.device), targets] -= 1
+    logits[torch.arange(len(targets), device=targets.device), place] -= mine.to(logits.dtype)
     return losses, (chosen == largest).sum(), logits
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 
@@ -27,8 +28,9 @@ class LowRankLinear(PeftLinear):
         base, dropout = self.get_base_layer(), self.lora_dropout[name]
         is_frozen = type(base) is nn.Linear and not any(weight.requires_grad for weight in base.parameters())
         is_bare = self.lora_A[name].bias is None and self.lora_B[name].bias is None
-        # ZeRO stage 3 gathers a layer's weight when the layer is called, and not when it is read.
-        is_whole = not hasattr(base.weight, "ds_id")
+        # ZeRO stage 3 gathers a layer's weight when the layer is called, and not when it is read; a part of a weight is
+        # put together with those of other ranks there.
+        is_whole = not hasattr(base.weight, "ds_id") and not isinstance(base.weight, DTensor)
         return is_frozen and is_bare and is_whole and (isinstance(dropout, nn.Identity) or not self.training)
 
 

@@ -22,6 +22,7 @@ from training.rank.offloading import Offloading
 from training.rank.pissa import remember_start
 from training.rank.quantised import count_quantised, make_quantization, make_trainable
 from training.rank.source import Source
+from training.rank.tensor_plan import find_sizes
 
 CHANGERS_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_logits_scale")
 """Names in a config that say that something is done to the logits after the output head."""
@@ -71,6 +72,7 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         raise _unfit(source, "not a causal language model", error) from error
     text = config.get_text_config()
     parameters = sum(weight.numel() for weight in model.parameters())
+    tensor_units, whole_parameters = find_sizes(model)
     experts, of_experts = count_experts(model)
     return ModelFacts(
         family=config.model_type,
@@ -87,6 +89,8 @@ def make_facts(source: Source, config: Any, adapter: Adapter) -> ModelFacts:
         has_fused_attention=model._supports_sdpa,
         attends_to_all=_attends_to_all(text),
         stacked_parameters=_count_stacked(model, adapter),
+        tensor_units=tensor_units,
+        whole_parameters=whole_parameters,
         experts=experts,
         expert_parameters=of_experts,
         trained_expert_parameters=count_trained_experts(model, adapter),
@@ -129,7 +133,8 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
         ModelError: the weights are not whole.
     """
     full = adapter.type == "full"
-    device = "cpu" if plan.strategy in SHARDS_WEIGHTS or plan.expert > 1 or plan.pipeline > 1 else plan.device
+    is_cut = plan.strategy in SHARDS_WEIGHTS or max(plan.tensor, plan.pipeline, plan.expert) > 1
+    device = "cpu" if is_cut else plan.device
     dtype = DTYPES["fp32" if full else plan.precision]
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":

@@ -2,6 +2,7 @@
 Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), and the learning rate of each step."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import nn
 from training.plan import Plan
 
 
-def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    groups, rate = _make_groups(model, plan), plan.learning_rate
+def build_optimizer(weights: Mapping[str, nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
+    groups, rate = _make_groups(weights, plan), plan.learning_rate
     match plan.optimizer:
         case "adamw":
             return torch.optim.AdamW(groups, lr=rate, fused=True)
@@ -49,15 +50,15 @@ def learning_rate_at(step: int, plan: Plan) -> float:
     return plan.learning_rate * factors[plan.lr_scheduler]
 
 
-def _make_groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
+def _make_groups(weights: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
     """Weight decay is for matrices; norms and biases have a scale of their own to keep. The second matrices of adapters
     have their own rate (LoRA+)."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, weight in model.named_parameters():
+    for name, weight in weights.items():
         if weight.requires_grad:
             decay = plan.weight_decay if weight.ndim >= 2 else 0.0
             factor = plan.lora_plus_ratio if ".lora_B." in name else 1.0
             groups.setdefault((decay, factor), []).append(weight)
-    return [
-        {"params": weights, "weight_decay": decay, "rate_factor": factor} for (decay, factor), weights in groups.items()
-    ]
+    if not groups:  # of a rank that has moments of no weight
+        groups[0.0, 1.0] = []
+    return [{"params": some, "weight_decay": decay, "rate_factor": factor} for (decay, factor), some in groups.items()]

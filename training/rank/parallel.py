@@ -33,6 +33,8 @@ class Parallel(Protocol):
     data_rank: int
     data_ranks: int
     "Among these the rows of a window are shared; each makes the same number of passes."
+    random_rank: int
+    "Ranks with the same one drop the same activations."
     loss_scale: LossScale | None
     "Only where gradients are computed in fp16."
     scratch: Path
@@ -87,6 +89,7 @@ class SingleDevice:
     """One GPU, or the CPU."""
 
     data_rank, data_ranks = 0, 1
+    random_rank = 0
     scratch = Path()
     steps_by_engine = False
 
@@ -96,8 +99,8 @@ class SingleDevice:
         self.group = group or Alone()
         self.loss_scale = LossScale() if plan.precision == "fp16" else None
         self._plan = plan
-        self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._optimizer = build_optimizer(model, plan)
+        self._trained = self._find_trained(model)
+        self._optimizer = self._build_optimizer(plan)
 
     def compute(self) -> AbstractContextManager[Any]:
         if self._plan.precision == "fp32":
@@ -180,6 +183,13 @@ class SingleDevice:
             if name in state["state"]
         }
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+    def _find_trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by the names of the model's weights."""
+        return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+    def _build_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
+        return build_optimizer(self._trained, plan)
 
     def _change_weights(self) -> None:
         self._optimizer.step()

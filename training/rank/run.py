@@ -196,8 +196,8 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
         load_adapter(model, found / weights_name(model))
     parallel = build_parallel(model, plan, group)
     parallel.scratch = this.run_dir.path
-    if group.rank:
-        _seed(plan.seed + group.rank)  # ranks drop different activations
+    if parallel.random_rank:
+        _seed(plan.seed + parallel.random_rank)  # those with other rows drop other activations
     if found:
         load_state(found, parallel)
     with parallel.compute():
