@@ -4,19 +4,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
-from pydantic_core import PydanticCustomError
 
-from training.adapter import Adapter
 from training.fields import Auto, Part, at, whole
 
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Offload = Literal["none", "optimizer", "params"]
 Schedule = Literal["1f1b", "interleaved"]
-
-SIZES_NOT_OFFERED = {
-    "tensor",
-}
-"""Fields that this version takes the value 1 of."""
 
 SHARDS_WEIGHTS = {"fsdp", "zero3"}
 """Strategies whose ranks each keep a part of every weight."""
@@ -60,14 +53,6 @@ class Parallelism(Part):
     def _has_a_pipeline(self) -> Self:
         if self.schedule != "auto" and self.pipeline == 1:
             raise at("schedule", "is the order of the passes in a pipeline; set pipeline to 2 or more, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _offered(self) -> Self:
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if name in SIZES_NOT_OFFERED and value != 1:
-                raise at(name, f"{value} is not offered yet; leave it at 1", "not_offered")
         return self
 
 
@@ -140,132 +125,3 @@ def count_stages(pipeline: int, schedule: Schedule | None) -> int:
 def share_layers(layers: int, stages: int) -> list[int]:
     """How many layers each stage has: as many as the others, or one more. The last ones have the head too."""
     return [-(-layers * (stage + 1) // stages) - -(-layers * stage // stages) for stage in range(stages)]
-
-
-def find_conflict(
-    layout: Layout, adapter: Adapter, optimizer: str, *, activation_offloading: bool, offload: Offload = "none"
-) -> PydanticCustomError | None:
-    """What cannot run in this layout, with what can."""
-    strategy = layout.strategy
-    if offload == "optimizer" and not strategy.startswith("zero"):
-        how = '; "params" moves all of it' if strategy == "fsdp" else "; leave it out"
-        message = f'"optimizer" goes with "zero1", "zero2" and "zero3", and the strategy is "{strategy}"{how}'
-        return at("parallelism.offload", message)
-    if offload == "params" and strategy not in SHARDS_WEIGHTS:
-        how = '; "optimizer" moves what is split' if strategy in SHARDS_STATES else "; leave it out"
-        message = f'"params" goes with "fsdp" and "zero3", and the strategy is "{strategy}"{how}'
-        return at("parallelism.offload", message)
-    if offload != "none" and layout.tensor > 1:
-        return at("parallelism.offload", "what parallelism.tensor has split stays on its device; leave one of them out")
-    if layout.expert > 1 and (conflict := _find_expert_conflict(layout, adapter, optimizer, activation_offloading)):
-        return conflict
-    if layout.tensor > 1 and (conflict := _find_tensor_conflict(layout, adapter, optimizer, activation_offloading)):
-        return conflict
-    if strategy == "none" and layout.copies > 1:
-        message = f'"none" is for one device, and there are {layout.copies}; set "auto" or "ddp"'
-        return at("parallelism.strategy", message)
-    if (strategy == "ddp" or strategy in SHARDS_STATES) and layout.copies == 1:
-        how = "set resources.gpus to 2 or more, on the CPU parallelism.data, or leave the strategy out"
-        if layout.ranks > 1:
-            how = "set parallelism.data to 2 or more, or leave the strategy out"
-        return at("parallelism.strategy", f'"{strategy}" shares rows among devices, and parallelism.data is 1; {how}')
-    if layout.context > 1 and adapter.virtual_tokens:
-        return at("parallelism.context", f"a {adapter.type} stands before whole rows only; leave context at 1")
-    if strategy not in SHARDS_STATES:
-        return None
-    if strategy in SHARDS_WEIGHTS and adapter.type == "qlora" and adapter.bits == 8:
-        message = f'"{strategy}" splits weights in 4 bits, not in 8; "zero2" and "ddp" train both'
-        return at("parallelism.strategy", message)
-    if adapter.virtual_tokens:
-        return at("parallelism.strategy", f'"{strategy}" does not split a {adapter.type}; "ddp" trains it')
-    if strategy == "zero3" and adapter.is_low_rank and (adapter.use_dora or adapter.init == "pissa"):
-        kind = "DoRA" if adapter.use_dora else "PiSSA"
-        message = f'"zero3" does not gather the weights that {kind} reads by itself; "zero2" and "fsdp" train it'
-        return at("parallelism.strategy", message)
-    if strategy == "zero3" and adapter.modules_to_save:
-        message = '"zero3" does not gather adapter.modules_to_save; "zero2" and "fsdp" train them'
-        return at("parallelism.strategy", message)
-    if optimizer != "adamw":
-        message = f'"{strategy}" does not split the moments of {optimizer}; take "adamw", or "ddp"'
-        return at("parallelism.strategy", message)
-    if activation_offloading:
-        message = f'not together with "{strategy}", which moves tensors by itself; leave it out, or take "ddp"'
-        return at("activation_offloading", message)
-    return None
-
-
-def _find_expert_conflict(
-    layout: Layout, adapter: Adapter, optimizer: str, activation_offloading: bool
-) -> PydanticCustomError | None:
-    expert, param = layout.expert, "parallelism.expert"
-    others = [name for name in ("tensor", "pipeline", "context") if getattr(layout, name) > 1]
-    if others:
-        return at(param, f"experts are split among data-parallel ranks alone; leave {others[0]} at 1, or this")
-    if layout.data % expert:
-        message = f"experts are split among data-parallel ranks, and {expert} does not divide the {layout.data} of them"
-        return at(param, f"{message}; make parallelism.data a multiple of it, or leave it at 1")
-    if layout.strategy != "ddp":
-        return at(param, f'"{layout.strategy}" does not split experts; "ddp" does, or leave it at 1')
-    if adapter.type == "qlora":
-        return at(param, 'quantised models are loaded onto each device whole; "lora" is trained, or leave it at 1')
-    if optimizer != "adamw":
-        return at(param, f'the moments of {optimizer} are not split; take "adamw", or leave it at 1')
-    if activation_offloading:
-        return at("activation_offloading", "not together with parallelism.expert; leave one of them out")
-    return None
-
-
-def find_pipeline_conflict(
-    layout: Layout, adapter: Adapter, method: str, attention: str, *, activation_offloading: bool
-) -> PydanticCustomError | None:
-    """What cannot run in a pipeline, with what can."""
-    if layout.pipeline == 1:
-        return None
-    if layout.strategy in SHARDS_STATES:
-        return at("parallelism.strategy", f'"{layout.strategy}" does not go with a pipeline; "ddp" does')
-    for other in ("tensor", "expert", "context"):
-        if getattr(layout, other) > 1:
-            return at("parallelism.pipeline", f"does not go with {other}; leave one of the two at 1")
-    if attention == "flash":  # the whole model is tried on the host, before a rank takes its part
-        return at("attention", '"flash" does not go with a pipeline; take "sdpa"')
-    if method in ("dpo", "kto"):
-        why = f'{method} compares each row with a reference in the same pass; "ddp" and "fsdp" train it'
-        return at("parallelism.pipeline", f"{why}, with pipeline 1")
-    if adapter.type == "qlora":
-        return at("parallelism.pipeline", 'quantised weights are not split; "ddp" trains qlora, with pipeline 1')
-    if adapter.virtual_tokens:
-        why = f'a {adapter.type} stands before the first layer and is not handed on; "ddp" trains it, with pipeline 1'
-        return at("parallelism.pipeline", why)
-    if adapter.init == "pissa":
-        return at("parallelism.pipeline", 'PiSSA is not split; "ddp" and "fsdp" train it, with pipeline 1')
-    if adapter.modules_to_save:
-        why = 'adapter.modules_to_save are not split; "ddp" and "fsdp" train them, with pipeline 1'
-        return at("parallelism.pipeline", why)
-    if activation_offloading:
-        why = "not together with a pipeline, where several passes are under way at once; leave it out"
-        return at("activation_offloading", why)
-    return None
-
-
-def _find_tensor_conflict(
-    layout: Layout, adapter: Adapter, optimizer: str, activation_offloading: bool
-) -> PydanticCustomError | None:
-    """What does not go together with matrices that are split among ranks."""
-    strategy, param = layout.strategy, "parallelism.tensor"
-    others = [name for name in ("pipeline", "context") if getattr(layout, name) > 1]
-    if others:
-        return at(param, f"it does not go together with {others[0]}; leave that at 1, or this")
-    if strategy not in ("none", "ddp", "zero1"):
-        message = f'"{strategy}" does not go together with parallelism.tensor; "ddp" and "zero1" do'
-        return at("parallelism.strategy", message)
-    if adapter.type not in ("full", "lora", "prompt"):
-        message = f'{adapter.type} is not trained on split matrices; it is by strategy "ddp", with tensor left out'
-        return at(param, message)
-    if adapter.use_dora:
-        return at(param, 'DoRA is not trained on split matrices; it is by strategy "fsdp", with tensor left out')
-    if optimizer != "adamw":
-        message = f'{optimizer} does not step parts of weights; take "adamw", or strategy "ddp" with tensor left out'
-        return at(param, message)
-    if activation_offloading:
-        return at("activation_offloading", "not together with parallelism.tensor; leave it out, or take tensor 1")
-    return None

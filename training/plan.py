@@ -14,13 +14,14 @@ from training.automatic import (
     make_save_total_limit,
     make_warmup_steps,
 )
-from training.devices import SHARDS_STATES, Layout, Offload, Schedule, Strategy, count_stages
+from training.devices import SHARDS_STATES, Offload, Schedule, Strategy
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
 from training.flops import Compute, forecast_compute
 from training.hardware import CPU_FORMATS, Format, Hardware
 from training.memory import Memory, forecast_memory
+from training.mixes import require_fit
 from training.peaks import find_peak
 from training.spec import (
     Attention,
@@ -129,12 +130,12 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     epochs, steps, steps_per_epoch = make_length(asked, data, batch, why)
     attention = _attention(spec, hardware, device, precision, model, why)
     shared = _share_passes(spec, device, data, max_seq_len, micro, batch // layout.data)
-    _require_gatherable(layout, model)
-    _require_splittable(layout, model)
-    _require_experts(layout, model)
-    _require_cuttable(layout, model, attention)
-    if layout.pipeline > 1:
-        _require_layers(layout, spec.parallelism.schedule, model, why)
+    require_fit(layout, model, attention)
+    if layout.pipeline > 1 and spec.parallelism.schedule == "auto":
+        why["schedule"] = (
+            f"in a step a rank waits for others as long as {layout.pipeline - 1} passes take; interleaved is half of "
+            "that, for twice the messages"
+        )
     if layout.copies == layout.ranks > 1 and spec.parallelism.strategy == "auto":
         kept = "the whole model" if layout.expert == 1 else "all but the experts of others"
         why["strategy"] = f"each device keeps {kept} and gradients are summed, which costs least time; see fsdp"
@@ -213,76 +214,6 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         desirable_weight=asked.desirable_weight if isinstance(asked, KtoHyperparameters) else None,
         undesirable_weight=asked.undesirable_weight if isinstance(asked, KtoHyperparameters) else None,
     )
-
-
-def _require_gatherable(layout: Layout, model: ModelFacts) -> None:
-    """Raises SpecError for a model that the strategy would train wrongly."""
-    if layout.strategy == "zero3" and model.stacked_parameters:
-        param = "parallelism.strategy"
-        message = f'{param}: "zero3" does not gather stacked experts for an adapter; "zero2" and "fsdp" train it'
-        raise SpecError(message, param=param)
-
-
-def _require_layers(layout: Layout, asked: str, model: ModelFacts, why: dict[str, str]) -> None:
-    """Raises SpecError for a model that has not a layer for each stage of a pipeline."""
-    stages = count_stages(layout.pipeline, layout.schedule)
-    if model.layers < stages:
-        param = "parallelism.schedule" if model.layers >= layout.pipeline else "parallelism.pipeline"
-        message = f"{param}: the model has {model.layers} layers, and there would be {stages} stages"
-        less = 'take "1f1b"' if model.layers >= layout.pipeline else f"take {model.layers} ranks at most"
-        raise SpecError(f"{message}; {less}", param=param)
-    if asked == "auto":
-        why["schedule"] = (
-            f"in a step a rank waits for others as long as {layout.pipeline - 1} passes take; interleaved is half of "
-            "that, for twice the messages"
-        )
-
-
-def _require_splittable(layout: Layout, model: ModelFacts) -> None:
-    """Raises SpecError for a model whose matrices cannot be split among so many ranks."""
-    if layout.tensor == 1:
-        return
-    param, instead = "parallelism.tensor", 'strategy "fsdp" splits the weights of any model'
-    if model.tensor_units == 1:
-        message = f"{param}: there is no plan for how to split the layers of {model.family}; leave it out, {instead}"
-        raise SpecError(message, param=param)
-    if model.tensor_units % layout.tensor:
-        sizes = [size for size in range(2, min(model.tensor_units, 1024) + 1) if model.tensor_units % size == 0]
-        listed = ", ".join(map(str, sizes))
-        message = f"{param}: the heads and widths of this model are not divisible by {layout.tensor}; {listed} would do"
-        raise SpecError(f"{message}, and {instead}", param=param)
-    if model.stacked_parameters:
-        message = f'{param}: adapters of experts in stacks are not split; "ddp" and "fsdp" train them, with tensor 1'
-        raise SpecError(message, param=param)
-
-
-def _require_experts(layout: Layout, model: ModelFacts) -> None:
-    """Raises SpecError for a model whose experts cannot be split in so many parts."""
-    param = "parallelism.expert"
-    if layout.expert > 1 and not model.experts:
-        message = f"{param}: {model.family} has no experts that can be split among ranks; leave it at 1"
-        raise SpecError(message, param=param)
-    if model.experts and model.experts % layout.expert:
-        fitting = [parts for parts in range(2, model.experts + 1) if model.experts % parts == 0]
-        what = f"{layout.expert} does not divide the {model.experts} experts of a layer"
-        raise SpecError(f"{param}: {what}; {' and '.join(map(str, fitting))} do", param=param)
-
-
-def _require_cuttable(layout: Layout, model: ModelFacts, attention: Attention) -> None:
-    """Raises SpecError for a model whose rows cannot be computed in pieces."""
-    if layout.context == 1:
-        return
-    param, others = "parallelism.context", "leave it at 1, and take fsdp or zero3 where memory is short"
-    if attention != "sdpa" or not model.attends_to_all:
-        what = f"attention of {model.family}" if attention == "sdpa" else f'attention "{attention}"'
-        raise SpecError(f"{param}: {what} cannot be computed by heads that ranks exchange; {others}", param=param)
-    if model.attention_heads % layout.context:
-        heads = model.attention_heads
-        sizes = [size for size in range(2, heads + 1) if heads % size == 0]
-        fitting = f"{', '.join(map(str, sizes))} divide its {heads} heads"
-        raise SpecError(
-            f"{param}: {layout.context} does not divide the heads of {model.family}; {fitting}", param=param
-        )
 
 
 def make_max_seq_len(

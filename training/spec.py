@@ -12,10 +12,11 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from training.adapter import Adapter
-from training.deepspeed_config import CommsLogger, DeepSpeed, ZeroOptimization, find_idle
-from training.devices import Layout, Parallelism, Resources, find_conflict, find_pipeline_conflict, make_layout
+from training.deepspeed_config import CommsLogger, DeepSpeed, ZeroOptimization
+from training.devices import Layout, Parallelism, Resources, make_layout
 from training.errors import SpecError
 from training.fields import Auto, Part, Steps, Switch, at, not_together, real, show, whole
+from training.mixes import Mix, find_conflict
 
 MAX_EPOCHS = 10_000
 
@@ -239,26 +240,20 @@ class JobSpec(Part):
 
     @model_validator(mode="after")
     def _fits_its_devices(self) -> Self:
-        layout, offloading = self.layout, self.activation_offloading is True
-        conflict = find_conflict(
-            layout,
-            self.adapter,
-            self.hyper.optimizer,
-            activation_offloading=offloading,
+        mix = Mix(
+            layout=self.layout,
+            method=self.method.type,
+            adapter=self.adapter,
+            optimizer=self.hyper.optimizer,
+            attention=self.attention,
+            activation_offloading=self.activation_offloading is True,
             offload=self.parallelism.offload,
+            deepspeed=self.deepspeed,
         )
-        if conflict is None and self.deepspeed is not None:
-            conflict = find_idle(self.deepspeed, layout.strategy)
-        conflict = conflict or find_pipeline_conflict(
-            layout, self.adapter, self.method.type, self.attention, activation_offloading=offloading
-        )
-        if conflict is None and layout.tensor > 1 and self.deepspeed is not None:
-            conflict = at("deepspeed", "DeepSpeed does not step what parallelism.tensor has split; leave it out")
-        if conflict is None and layout.context > 1 and self.has_reference:
-            conflict = at("parallelism.context", f"{self.method.type} needs whole rows on a rank; leave it at 1")
+        conflict = find_conflict(mix)
         if conflict is not None:
             raise conflict
-        self._require_whole_cuts(layout.data)
+        self._require_whole_cuts(mix.layout.data)
         return self
 
     def _require_whole_cuts(self, ranks: int) -> None:

@@ -233,14 +233,6 @@ def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() ->
         )
 
 
-@pytest.mark.parametrize("asked", [{"strategy": "zero9"}])
-def test_what_is_not_offered_yet_is_refused_by_its_value(asked: dict[str, Any]) -> None:
-    (name,) = asked
-    error = refuse(parallelism=asked, resources={"gpus": 2})
-    assert error.param == f"parallelism.{name}"
-    assert error.code == ("invalid_value" if asked[name] == "zero9" else "not_offered")
-
-
 @pytest.mark.parametrize(
     ("hyper", "field", "words"),
     [
