@@ -11,11 +11,7 @@ from training.fields import Auto, Part, at, whole
 
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Offload = Literal["none", "optimizer", "params"]
-
-SIZES_NOT_OFFERED = {
-    "pipeline",
-}
-"""Fields that this version takes the value 1 of."""
+Schedule = Literal["1f1b", "interleaved"]
 
 SHARDS_WEIGHTS = {"fsdp", "zero3"}
 """Strategies whose ranks each keep a part of every weight."""
@@ -46,6 +42,8 @@ class Parallelism(Part):
     "Ranks among which each matrix is split."
     pipeline: Annotated[int, whole(1, 1024)] = 1
     "Ranks among which the layers are split."
+    schedule: Schedule | Auto = "auto"
+    "Of a pipeline: the order in which its ranks make the passes of a step; auto is 1f1b."
     expert: Annotated[int, whole(1, 1024)] = 1
     "Data-parallel ranks among which the experts of a layer are split; each token is sent to the rank of its expert."
     context: Annotated[int, whole(1, 1024)] = 1
@@ -54,11 +52,9 @@ class Parallelism(Part):
     "What waits in the host's memory: what the optimizer keeps (zero1, zero2, zero3), or the weights too (zero3, fsdp)."
 
     @model_validator(mode="after")
-    def _offered(self) -> Self:
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if name in SIZES_NOT_OFFERED and value != 1:
-                raise at(name, f"{value} is not offered yet; leave it at 1", "not_offered")
+    def _has_a_pipeline(self) -> Self:
+        if self.schedule != "auto" and self.pipeline == 1:
+            raise at("schedule", "is the order of the passes in a pipeline; set pipeline to 2 or more, or leave it out")
         return self
 
 
@@ -73,6 +69,7 @@ class Layout:
     expert: int
     context: int = 1
     nodes: int = 1
+    schedule: Schedule | None = None
 
     @property
     def ranks(self) -> int:
@@ -109,6 +106,7 @@ def make_layout(asked: Parallelism, resources: Resources) -> Layout:
     strategy = asked.strategy
     if strategy == "auto":
         strategy = "ddp" if data * asked.context > 1 else "none"
+    schedule: Schedule | None = None if asked.pipeline == 1 else "1f1b" if asked.schedule == "auto" else asked.schedule
     return Layout(
         strategy,
         data=data,
@@ -117,7 +115,18 @@ def make_layout(asked: Parallelism, resources: Resources) -> Layout:
         expert=asked.expert,
         context=asked.context,
         nodes=nodes,
+        schedule=schedule,
     )
+
+
+def count_stages(pipeline: int, schedule: Schedule | None) -> int:
+    """Interleaved, each rank has two: it waits half as long for the others (Narayanan et al. 2021, section 2.2)."""
+    return 2 * pipeline if schedule == "interleaved" else pipeline
+
+
+def share_layers(layers: int, stages: int) -> list[int]:
+    """How many layers each stage has: as many as the others, or one more. The last ones have the head too."""
+    return [-(-layers * (stage + 1) // stages) - -(-layers * stage // stages) for stage in range(stages)]
 
 
 def find_conflict(
@@ -214,4 +223,36 @@ def _find_tensor_conflict(
         return at(param, message)
     if activation_offloading:
         return at("activation_offloading", "not together with parallelism.tensor; leave it out, or take tensor 1")
+    return None
+
+
+def find_pipeline_conflict(
+    layout: Layout, adapter: Adapter, method: str, attention: str, *, activation_offloading: bool
+) -> PydanticCustomError | None:
+    """What cannot run in a pipeline, with what can."""
+    if layout.pipeline == 1:
+        return None
+    if layout.strategy in SHARDS_STATES:
+        return at("parallelism.strategy", f'"{layout.strategy}" does not go with a pipeline; "ddp" does')
+    for other in ("tensor", "expert", "context"):
+        if getattr(layout, other) > 1:
+            return at("parallelism.pipeline", f"does not go with {other}; leave one of the two at 1")
+    if attention == "flash":  # the whole model is tried on the host, before a rank takes its part
+        return at("attention", '"flash" does not go with a pipeline; take "sdpa"')
+    if method in ("dpo", "kto"):
+        why = f'{method} compares each row with a reference in the same pass; "ddp" and "fsdp" train it'
+        return at("parallelism.pipeline", f"{why}, with pipeline 1")
+    if adapter.type == "qlora":
+        return at("parallelism.pipeline", 'quantised weights are not split; "ddp" trains qlora, with pipeline 1')
+    if adapter.virtual_tokens:
+        why = f'a {adapter.type} stands before the first layer and is not handed on; "ddp" trains it, with pipeline 1'
+        return at("parallelism.pipeline", why)
+    if adapter.init == "pissa":
+        return at("parallelism.pipeline", 'PiSSA is not split; "ddp" and "fsdp" train it, with pipeline 1')
+    if adapter.modules_to_save:
+        why = 'adapter.modules_to_save are not split; "ddp" and "fsdp" train them, with pipeline 1'
+        return at("parallelism.pipeline", why)
+    if activation_offloading:
+        why = "not together with a pipeline, where several passes are under way at once; leave it out"
+        return at("activation_offloading", why)
     return None

@@ -3,7 +3,7 @@
 import math
 
 from training.adapter import Adapter
-from training.devices import SHARDS_STATES, SHARDS_WEIGHTS, Offload, Strategy
+from training.devices import SHARDS_STATES, SHARDS_WEIGHTS, Layout, Offload, Strategy, count_stages, share_layers
 from training.facts import DataFacts, Fact, ModelFacts
 from training.spec import JobSpec, NextTokenHyperparameters
 
@@ -42,6 +42,7 @@ def forecast_memory(
     activation_offloading: bool = False,
     shared: tuple[int, int] | None = None,
     device: str = "cpu",
+    passes_per_step: int = 1,
 ) -> Memory:
     """Bytes by part on each device.
 
@@ -58,7 +59,8 @@ def forecast_memory(
     as activations: embeddings and head, and two layers, the one that is computed and the next. What is offloaded counts
     on the host where the device is a GPU, and on a CPU as if it were not. Of matrices that are split
     (`parallelism.tensor`) a rank has its part, and of activations that of its heads and its part of the MLP: 4 of the
-    12 are whole on each (Korthikanti et al., section 4.2.1), and so are adapters but for next to nothing.
+    12 are whole on each (Korthikanti et al., section 4.2.1), and so are adapters but for next to nothing. In a
+    pipeline it is the rank that has most: see `_share_of_stage` and `_count_under_way`.
 
     A pass has `micro_batch_size` of the longest rows, or of shorter ones as many rows and tokens as `shared` says. Of
     split experts a rank keeps its share, and as many tokens are taken to come to it as it sends.
@@ -78,7 +80,17 @@ def forecast_memory(
     unpacked_bytes = width * model.hidden_size * model.intermediate_size if model.quantised_parameters else 0
     kept_bytes = _kept_bytes(spec, width, model, passes, pass_tokens, gradient_checkpointing, activation_offloading)
     weights_bytes = _weights_bytes(spec, width, model)
-    strategy, ranks = spec.layout.strategy, spec.layout.copies
+    layout, trained = spec.layout, model.trained_parameters
+    strategy, ranks = layout.strategy, layout.copies
+    handed_bytes = 0
+    if layout.pipeline > 1:
+        share = _share_of_stage(layout, model)
+        weights_bytes, trained = math.ceil(weights_bytes * share), math.ceil(trained * share)
+        kept_bytes = math.ceil(kept_bytes * _count_under_way(layout, passes_per_step) * _share_of_layers(layout, model))
+        # Of each pass of a step, in fp32 where weights are: what is received, and its gradient.
+        handed_bytes = (
+            2 * passes_per_step * pass_tokens * model.hidden_size * (4 if spec.adapter.type == "full" else width)
+        )
     gathered_bytes = _gathered_bytes(model, weights_bytes) if strategy in SHARDS_WEIGHTS else 0
     copies = _count_copies(strategy, spec.parallelism.offload) if spec.layout.tensor == 1 else 0  # DeepSpeed's
     copies_bytes = model.trained_parameters * 4 * copies
@@ -87,8 +99,8 @@ def forecast_memory(
         strategy,
         ranks,
         weights_bytes - scales_bytes,
-        model.trained_parameters * 4,
-        _optimizer_bytes(spec, model) + copies_bytes,
+        trained * 4,
+        _optimizer_bytes(spec, model, trained) + copies_bytes,
     )
     on_host = _list_offloaded(strategy, spec.parallelism.offload) if device == "cuda" else set()
     parts = {"weights": of_weights, "gradients": of_gradients, "optimizer": of_optimizer}
@@ -98,7 +110,7 @@ def forecast_memory(
         gradients_bytes=on_device["gradients"],
         optimizer_bytes=on_device["optimizer"],
         host_bytes=sum(parts[name] for name in on_host),
-        activations_bytes=kept_bytes + MASK_BYTES * mask_numbers + unpacked_bytes + gathered_bytes,
+        activations_bytes=kept_bytes + MASK_BYTES * mask_numbers + unpacked_bytes + gathered_bytes + handed_bytes,
         logits_bytes=_logits_bytes(passes * trained_tokens, model),
     )
 
@@ -184,6 +196,25 @@ def share_states(
     )
 
 
+def _share_of_layers(layout: Layout, model: ModelFacts) -> float:
+    """Of the layers, what the first rank of a pipeline has: as many as any other, or more."""
+    layers_of = share_layers(model.layers, count_stages(layout.pipeline, layout.schedule))
+    return sum(layers_of[:: layout.pipeline]) / model.layers
+
+
+def _share_of_stage(layout: Layout, model: ModelFacts) -> float:
+    """Of the weights: its layers, and the embeddings or as large a head. What is trained is shared as they are."""
+    ends = min(1.0, model.vocabulary * model.hidden_size / model.parameters)
+    return ends + (1 - ends) * _share_of_layers(layout, model)
+
+
+def _count_under_way(layout: Layout, passes_per_step: int) -> float:
+    """Passes whose activations the first rank keeps for its layers at once: one for each rank; interleaved, up to three
+    halves of that (Narayanan et al. 2021, section 2.2)."""
+    most = 1.5 * layout.pipeline if layout.schedule == "interleaved" else layout.pipeline
+    return min(most, passes_per_step)
+
+
 def _count_copies(strategy: Strategy, offload: Offload) -> int:
     """Of what is trained, in fp32, beside weights, gradients and moments: DeepSpeed steps a copy of the weights, also
     where they are fp32 themselves. On the host it sums gradients beside those that it steps, below stage 3 the new
@@ -232,14 +263,14 @@ def bits_per_weight(adapter: Adapter) -> float:
     return 4 + (8 / 64 + 32 / (64 * 256) if adapter.double_quant else 32 / 64)
 
 
-def _optimizer_bytes(spec: JobSpec, model: ModelFacts) -> int:
+def _optimizer_bytes(spec: JobSpec, model: ModelFacts, trained_parameters: int) -> int:
     """Adam's two moments, in fp32 or in 8 bits with an fp32 scale for each 256; Adafactor's rows and columns of the
     second moment, where the narrow side of an adapter's matrix is its rank."""
     match spec.hyper.optimizer:
         case "adamw":
-            return model.trained_parameters * 8
+            return trained_parameters * 8
         case "adafactor":
             narrow = spec.adapter.r if spec.adapter.is_low_rank else model.hidden_size
-            return math.ceil(model.trained_parameters * 4 / narrow)
+            return math.ceil(trained_parameters * 4 / narrow)
         case _:
-            return math.ceil(model.trained_parameters * 2 * (1 + 4 / 256))
+            return math.ceil(trained_parameters * 2 * (1 + 4 / 256))

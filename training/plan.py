@@ -14,7 +14,7 @@ from training.automatic import (
     make_save_total_limit,
     make_warmup_steps,
 )
-from training.devices import SHARDS_STATES, Layout, Offload, Strategy
+from training.devices import SHARDS_STATES, Layout, Offload, Schedule, Strategy, count_stages
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
@@ -38,6 +38,8 @@ GIB = 2**30
 DEFAULT_SEED = 0
 BUSY_TOKENS = {"cuda": 8192, "cpu": 448}
 """Where a device is busy with rows of usual models; more in one pass cost memory and gain little."""
+BUSY_PASSES = 4
+"""For each rank of a pipeline: where the time in which ranks wait for each other is small."""
 
 
 class Plan(Fact):
@@ -52,6 +54,8 @@ class Plan(Fact):
     "Ranks among which the rows of a batch are shared."
     tensor: int = 1
     pipeline: int = 1
+    schedule: Schedule | None = None
+    "None without a pipeline."
     expert: int = 1
     context: int = 1
     "Ranks among which the tokens of a pass are split."
@@ -129,7 +133,9 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
     _require_splittable(layout, model)
     _require_experts(layout, model)
     _require_cuttable(layout, model, attention)
-    if layout.copies == layout.ranks > 1 and spec.parallelism.strategy == "auto":
+    if layout.pipeline > 1:
+        _require_layers(layout, spec.parallelism.schedule, model, why)
+    if layout.copies > 1 == layout.tensor and spec.parallelism.strategy == "auto":
         kept = "the whole model" if layout.expert == 1 else "all but the experts of others"
         why["strategy"] = f"each device keeps {kept} and gradients are summed, which costs least time; see fsdp"
     return Plan(
@@ -139,6 +145,7 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         data=layout.data,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
+        schedule=layout.schedule,
         expert=layout.expert,
         context=layout.context,
         nodes=layout.nodes,
@@ -177,7 +184,17 @@ def make_plan(spec: JobSpec, hardware: Hardware, model: ModelFacts, data: DataFa
         quantised_parameters=model.quantised_parameters,
         lora_plus_ratio=spec.adapter.lora_plus_ratio,
         memory=forecast_memory(
-            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+            spec,
+            precision,
+            model,
+            data,
+            max_seq_len,
+            micro,
+            checkpointing,
+            offloading,
+            shared,
+            device,
+            batch // (micro * layout.data),
         ),
         compute=forecast_compute(
             spec,
@@ -222,6 +239,21 @@ def _require_splittable(layout: Layout, model: ModelFacts) -> None:
     if model.stacked_parameters:
         message = f'{param}: adapters of experts in stacks are not split; "ddp" and "fsdp" train them, with tensor 1'
         raise SpecError(message, param=param)
+
+
+def _require_layers(layout: Layout, asked: str, model: ModelFacts, why: dict[str, str]) -> None:
+    """Raises SpecError for a model that has not a layer for each stage of a pipeline."""
+    stages = count_stages(layout.pipeline, layout.schedule)
+    if model.layers < stages:
+        param = "parallelism.schedule" if model.layers >= layout.pipeline else "parallelism.pipeline"
+        message = f"{param}: the model has {model.layers} layers, and there would be {stages} stages"
+        less = 'take "1f1b"' if model.layers >= layout.pipeline else f"take {model.layers} ranks at most"
+        raise SpecError(f"{message}; {less}", param=param)
+    if asked == "auto":
+        why["schedule"] = (
+            f"in a step a rank waits for others as long as {layout.pipeline - 1} passes take; interleaved is half of "
+            "that, for twice the messages"
+        )
 
 
 def _require_experts(layout: Layout, model: ModelFacts) -> None:
@@ -372,8 +404,9 @@ def _fit(
 
     def forecast(micro: int, checkpointing: bool, offloading: bool) -> Memory:
         shared = _share_passes(spec, device, data, max_seq_len, micro, batch)
+        passes = batch // micro
         return forecast_memory(
-            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device
+            spec, precision, model, data, max_seq_len, micro, checkpointing, offloading, shared, device, passes
         )
 
     def fits(micro: int, checkpointing: bool, offloading: bool) -> bool:
@@ -404,6 +437,10 @@ def _fit(
     longest, busy = min(data.longest_tokens, max_seq_len), BUSY_TOKENS[device] * spec.layout.context
     divisors = [n for n in range(batch, 0, -1) if batch % n == 0]
     why["micro_batch_size"] = f"the largest share of the batch that fits, up to {busy} tokens a pass"
+    if spec.layout.pipeline > 1:
+        passes = min(batch, BUSY_PASSES * spec.layout.pipeline)
+        divisors = [n for n in divisors if batch // n >= passes]
+        why["micro_batch_size"] += f", and {BUSY_PASSES} passes for each rank of the pipeline (Huang et al. 2019)"
     for micro in divisors:
         if micro * longest <= busy and fits(micro, checkpointing, offloading):
             return micro, checkpointing, offloading
@@ -414,7 +451,8 @@ def _share_passes(
     spec: JobSpec, device: str, data: DataFacts, max_seq_len: int, micro: int, batch: int
 ) -> tuple[int, int] | None:
     """Where a pass takes as many rows of a step as fit by their tokens, and not a micro-batch: how many of both."""
-    if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter):
+    # A pipeline is kept busy by the number of passes, which is not to depend on how long the rows are.
+    if _given_micro(spec.hyper, 1) is not None or not may_share_a_pass(spec.adapter) or spec.layout.pipeline > 1:
         return None
     busy = BUSY_TOKENS[device] * spec.layout.context
     return batch, min(micro * min(data.longest_tokens, max_seq_len), busy)
@@ -436,6 +474,9 @@ def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool |
         return False
     if spec.layout.strategy in SHARDS_STATES and asked == "auto":
         why["activation_offloading"] = f"not together with {spec.layout.strategy}, which moves tensors by itself"
+        return False
+    if spec.layout.pipeline > 1 and asked == "auto":
+        why["activation_offloading"] = "not together with a pipeline, where several passes are under way at once"
         return False
     if spec.layout.expert > 1 and asked == "auto":
         why["activation_offloading"] = "not together with experts that are split"

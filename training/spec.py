@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from training.adapter import Adapter
 from training.deepspeed_config import CommsLogger, DeepSpeed, ZeroOptimization, find_idle
-from training.devices import Layout, Parallelism, Resources, find_conflict, make_layout
+from training.devices import Layout, Parallelism, Resources, find_conflict, find_pipeline_conflict, make_layout
 from training.errors import SpecError
 from training.fields import Auto, Part, Steps, Switch, at, not_together, real, show, whole
 
@@ -251,6 +251,9 @@ class JobSpec(Part):
             conflict = find_idle(self.deepspeed, layout.strategy)
         if conflict is None and layout.tensor > 1 and self.deepspeed is not None:
             conflict = at("deepspeed", "DeepSpeed does not step what parallelism.tensor has split; leave it out")
+        conflict = conflict or find_pipeline_conflict(
+            layout, self.adapter, self.method.type, self.attention, activation_offloading=offloading
+        )
         if conflict is None and layout.context > 1 and self.has_reference:
             conflict = at("parallelism.context", f"{self.method.type} needs whole rows on a rank; leave it at 1")
         if conflict is not None:

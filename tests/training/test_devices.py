@@ -233,14 +233,6 @@ def test_an_adapter_of_stacked_experts_is_refused_where_they_are_taken_away() ->
         )
 
 
-@pytest.mark.parametrize("asked", [{"strategy": "zero9"}, {"pipeline": 2}])
-def test_what_is_not_offered_yet_is_refused_by_its_value(asked: dict[str, Any]) -> None:
-    (name,) = asked
-    error = refuse(parallelism=asked, resources={"gpus": 2})
-    assert error.param == f"parallelism.{name}"
-    assert error.code == ("invalid_value" if asked[name] == "zero9" else "not_offered")
-
-
 @pytest.mark.parametrize(
     ("hyper", "field", "words"),
     [
@@ -386,3 +378,93 @@ def test_scales_of_quantised_weights_are_whole_on_each_rank(strategy: str, parts
     )
     rest = (SMOL.parameters - 100_000_000) * 2 + SMOL.trained_parameters * 4
     assert plan.memory.weights_bytes == pytest.approx((50_000_000 + rest) / parts + 100_000_000 * 4 / 64, abs=1)
+
+
+PIPELINE = {"resources": {"gpus": 4}, "parallelism": {"pipeline": 2}}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "sizes"),
+    [
+        (2, {"pipeline": 2}, ("none", 1, 2, "1f1b")),
+        (8, {"pipeline": 2}, ("ddp", 4, 2, "1f1b")),
+        (8, {"pipeline": 4, "data": 2, "schedule": "interleaved"}, ("ddp", 2, 4, "interleaved")),
+        (0, {"pipeline": 2}, ("none", 1, 2, "1f1b")),
+        (0, {"pipeline": 2, "data": 3}, ("ddp", 3, 2, "1f1b")),
+        (8, {}, ("ddp", 8, 1, None)),
+    ],
+)
+def test_ranks_of_a_pipeline_are_those_of_its_copies(gpus: int, asked: dict[str, Any], sizes: tuple[Any, ...]) -> None:
+    spec = parse_spec({"model": "m", "training_file": "f", "resources": {"gpus": gpus}, "parallelism": asked})
+    layout = spec.layout
+    assert (layout.strategy, layout.data, layout.pipeline, layout.schedule) == sizes
+    assert layout.ranks == layout.data * layout.pipeline
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"method": {"type": "dpo"}}, "parallelism.pipeline", '"ddp" and "fsdp" train it'),
+        ({"method": {"type": "kto"}}, "parallelism.pipeline", '"ddp" and "fsdp" train it'),
+        ({"adapter": {"type": "qlora"}}, "parallelism.pipeline", '"ddp" trains qlora'),
+        ({"adapter": {"type": "prompt"}}, "parallelism.pipeline", '"ddp" trains it'),
+        ({"adapter": {"type": "prefix"}}, "parallelism.pipeline", '"ddp" trains it'),
+        ({"adapter": {"init": "pissa"}}, "parallelism.pipeline", '"ddp" and "fsdp" train it'),
+        ({"adapter": {"modules_to_save": ["lm_head"]}}, "parallelism.pipeline", '"ddp" and "fsdp" train them'),
+        ({"activation_offloading": True}, "activation_offloading", "leave it out"),
+        ({"attention": "flash"}, "attention", 'take "sdpa"'),
+        ({"parallelism": {"pipeline": 2, "strategy": "fsdp"}}, "parallelism.strategy", '"ddp" does'),
+        ({"parallelism": {"pipeline": 2, "context": 2}}, "parallelism.pipeline", "does not go with context"),
+        ({"parallelism": {"pipeline": 3}}, "parallelism.data", "takes 3 GPUs, and resources.gpus is 4"),
+        ({"parallelism": {"schedule": "interleaved"}}, "parallelism.schedule", "set pipeline to 2 or more"),
+        ({"parallelism": {"pipeline": 2, "schedule": "gpipe"}}, "parallelism.schedule", '"1f1b"'),
+    ],
+)
+def test_what_does_not_go_through_a_pipeline_is_refused_with_what_works(
+    more: dict[str, Any], param: str, words: str
+) -> None:
+    error = refuse(**{**PIPELINE, **more})
+    assert error.param == param
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("layers", "schedule", "param", "words"),
+    [
+        (1, "1f1b", "pipeline", "has 1 layers, and there would be 2 stages; take 1 ranks at most"),
+        (3, "interleaved", "schedule", 'has 3 layers, and there would be 4 stages; take "1f1b"'),
+    ],
+)
+def test_a_model_with_fewer_layers_than_stages_is_refused(layers: int, schedule: str, param: str, words: str) -> None:
+    model = SMOL.model_copy(update={"layers": layers})
+    with pytest.raises(SpecError, match=words) as refused:
+        plan_for(hardware=EIGHT, model=model, **{**PIPELINE, "parallelism": {"pipeline": 2, "schedule": schedule}})
+    assert refused.value.param == f"parallelism.{param}"
+
+
+def test_a_pipeline_is_kept_busy_by_passes_and_says_so() -> None:
+    """Four for each rank where the batch has as many rows; no number of tokens lays short rows together."""
+    plan = plan_for(hardware=EIGHT, hyper={"batch_size": 64}, **PIPELINE)
+    assert (plan.data, plan.pipeline, plan.micro_batch_size, plan.gradient_accumulation_steps) == (2, 2, 4, 8)
+    assert plan.tokens_per_pass is None
+    assert "4 passes for each rank of the pipeline" in plan.reasons["micro_batch_size"]
+    assert (plan.schedule, "as 1 passes take" in plan.reasons["schedule"]) == ("1f1b", True)
+    few = plan_for(hardware=EIGHT, hyper={"batch_size": 4}, **PIPELINE)
+    assert (few.micro_batch_size, few.gradient_accumulation_steps) == (1, 2)
+
+
+@pytest.mark.parametrize(("schedule", "layers", "under_way"), [("1f1b", 15, 2), ("interleaved", 8 + 8, 3)])
+def test_the_rank_of_a_pipeline_that_has_most_is_forecast(schedule: str, layers: int, under_way: float) -> None:
+    """16 bytes a parameter in fp32, of its layers and of the embeddings; and in a step of 8 passes the activations of
+    as many as are under way (Narayanan et al. 2021, section 2.2), in its layers. 200 tokens are handed on in each pass,
+    and their gradient back."""
+    model = SMOL.model_copy(update={"trained_parameters": SMOL.parameters})
+    more: dict[str, Any] = {"hyper": {"batch_size": 16, "micro_batch_size": 1}, "adapter": {"type": "full"}}
+    alone = plan_for(hardware=EIGHT, model=model, resources={"gpus": 1}, **more).memory
+    asked = {"pipeline": 2, "schedule": schedule}
+    memory = plan_for(hardware=EIGHT, model=model, **{**PIPELINE, "parallelism": asked}, **more).memory
+    states = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    embeddings = SMOL.vocabulary * SMOL.hidden_size
+    assert states == pytest.approx(16 * (embeddings + (SMOL.parameters - embeddings) * layers / 30), rel=1e-6)
+    kept = memory.activations_bytes - 8 * 2 * 200 * SMOL.hidden_size * 4
+    assert kept == pytest.approx(alone.activations_bytes * under_way * layers / 30)

@@ -18,10 +18,10 @@ from training.rank.data import Pair
 from training.rank.dpo import Dpo
 from training.rank.evaluate import evaluate
 from training.rank.head import find_head
-from training.rank.objective import Scores, Window
+from training.rank.objective import Window
 from training.rank.order import cut
 from training.rank.parallel import SingleDevice
-from training.rank.passes import PassLimit
+from training.rank.passes import PassLimit, Scores
 
 OBJECTIVE = Dpo("truncate", beta=0.3)
 PAIRS = make_pairs(5)

@@ -248,7 +248,7 @@ def all_reasons() -> set[str]:
     specs += [{"adapter": {"type": kind}} for kind in ("qlora", "ia3", "prefix", "prompt", "full")]
     specs.append({"method": {"type": "pretrain", "pretrain": {"hyperparameters": {"lr_scheduler": "wsd"}}}})
     plans = [plan_for(hardware=host, validation_rows=3, **spec) for host in hosts for spec in specs]
-    plans.append(plan_for(parallelism={"data": 2}))
+    plans.append(plan_for(parallelism={"data": 2, "pipeline": 2}))
     return {name for plan in plans for name in plan.reasons}
 
 

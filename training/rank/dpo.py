@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from training.rank.data import Pair, Prepared, prepare_pairs
 from training.rank.loss import log_probabilities
-from training.rank.objective import Scores, Sums, Window, judging
+from training.rank.objective import Sums, Window, judging
 from training.rank.parallel import Parallel
-from training.rank.passes import PassLimit
+from training.rank.passes import PassLimit, Scores
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -38,11 +39,12 @@ def evaluate(
         window = objective.open_window(parallel, examples, limit, stop_asked)
         if window is None:
             return None
-        for part in share_passes(examples, limit, parallel.data_ranks)[parallel.data_rank]:
+        own = share_passes(examples, limit, parallel.data_ranks)[parallel.data_rank]
+        scores = parallel.score_passes(own, partial(objective.score, model, window=window))
+        for part in own:
             if stop_asked():
                 return None
-            with parallel.compute():
-                totals.add(objective.score(model, part.rows, window), part)
+            totals.add(next(scores), part)
     finally:
         model.train(training)
         random.restore()

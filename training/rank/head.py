@@ -1,8 +1,8 @@
 """The output head and the cross-entropy, some tokens at a time: the logits of a whole pass, by far the largest tensor
 of a small model, never exist."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,18 +49,26 @@ def find_head(model: nn.Module) -> nn.Module | None:
     return head if _heads[model] else None
 
 
-@contextmanager
-def passing_through(head: nn.Module) -> Iterator[None]:
+def passing_through(head: nn.Module) -> AbstractContextManager[None]:
     """The head gives what it takes, and so the model does."""
-    own = head.__dict__.get("forward")
-    head.forward = _same  # type: ignore[method-assign]
+    return acting_as(head, hand_on)
+
+
+@contextmanager
+def acting_as(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__.get("forward")
+    module.forward = forward
     try:
         yield
     finally:
         if own is None:
-            del head.forward
+            del module.forward
         else:
-            head.forward = own
+            module.forward = own
+
+
+def hand_on(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden
 
 
 def sum_losses(hidden: Tensor, targets: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
@@ -190,7 +198,3 @@ def _gives_logits(model: nn.Module, head: nn.Module) -> bool:
         model.train(training)
     # Compared bit by bit: what is done to small logits may be next to nothing.
     return len(given) == 1 and torch.equal(given[0], logits)
-
-
-def _same(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-    return hidden

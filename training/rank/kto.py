@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from training.rank.data import Example, Labelled, Prepared, prepare_labelled
 from training.rank.loss import log_probabilities
-from training.rank.objective import Scores, Sums, Window, judging
+from training.rank.objective import Sums, Window, judging
 from training.rank.parallel import Parallel
-from training.rank.passes import PassLimit, share_passes
+from training.rank.passes import PassLimit, Scores, share_passes
 
 
 @dataclass(frozen=True)

@@ -144,14 +144,13 @@ def accumulate(
         return None
     totals = Totals()
     shares = share_passes(rows, run.limit, run.parallel.data_ranks)
-    for number, part in enumerate(shares[run.parallel.data_rank], 1):
+    own, score = shares[run.parallel.data_rank], partial(run.objective.score, run.parallel.model, window=window)
+    # Divided by the weight of the whole window: the result does not depend on how the window is cut.
+    scores = run.parallel.train_passes(own, score, window.weight)
+    for part in own:
         if run.stop.asked():
             return None
-        last = number == len(shares[0])
-        scores = run.parallel.forward(partial(run.objective.score, run.parallel.model, part.rows, window), last=last)
-        # Divided by the weight of the whole window: the result does not depend on how the window is cut.
-        run.parallel.backward(scores.loss / window.weight * part.counts, last=last)
-        totals.add(scores, part)
+        totals.add(next(scores), part)
     sums, losses_of_ranks = totals.over_ranks(run.parallel)
     passes = [
         (part.rows, loss / run.objective.weigh(part.rows))

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from training.plan import Plan
-from training.rank.group import Group, Ranks, find_timeout_s
+from training.rank.group import Ranks, find_timeout_s
 
 AXES = ("data", "pipeline", "tensor")
 """From the outermost: those that exchange most are neighbours, and so on one host."""
@@ -23,7 +23,7 @@ def make_expert_mesh(plan: Plan) -> DeviceMesh:
     return _make_mesh(plan.device, {"copies": plan.data // plan.expert, "expert": plan.expert, "tensor": 1})
 
 
-def find_data_group(mesh: DeviceMesh) -> Group:
+def find_data_group(mesh: DeviceMesh) -> Ranks:
     """The ranks that stand where this one does in every other copy of the model."""
     return Ranks(mesh["data"].get_group())
 

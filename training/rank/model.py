@@ -133,7 +133,8 @@ def build_model(source: Source, plan: Plan, adapter: Adapter, weights: Path | No
         ModelError: the weights are not whole.
     """
     full = adapter.type == "full"
-    device = "cpu" if plan.strategy in SHARDS_WEIGHTS or plan.expert > 1 or plan.tensor > 1 else plan.device
+    is_cut = plan.strategy in SHARDS_WEIGHTS or max(plan.expert, plan.pipeline, plan.tensor) > 1
+    device = "cpu" if is_cut else plan.device
     dtype = DTYPES["fp32" if full else plan.precision]
     extra: dict[str, Any] = {}
     if adapter.type == "qlora":
@@ -188,6 +189,11 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def get_base(model: nn.Module) -> nn.Module:
     """The transformers model inside, with or without adapters around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def find_device(model: nn.Module) -> torch.device:
+    """Where it computes. Of weights that other ranks have there may be shapes without memory."""
+    return next(weight.device for weight in model.parameters() if not weight.is_meta)
 
 
 @cache

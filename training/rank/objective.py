@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from training.rank.data import Prepared
 from training.rank.parallel import Parallel
-from training.rank.passes import Pass, PassLimit
+from training.rank.passes import Pass, PassLimit, Scores
 from training.rank.reference import as_reference
 
 Sums = Mapping[str, float]
@@ -26,14 +26,6 @@ class Window:
 
     weight: int
     reference_point: float = 0.0
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Of one pass: the summed loss, and sums that metrics are made of."""
-
-    loss: Tensor
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Objective(Protocol):

@@ -1,8 +1,9 @@
 """On how many devices a model is trained, behind one small protocol, so that the loop does not know."""
 
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -15,8 +16,11 @@ from training.rank.group import Alone, Group
 from training.rank.loss_scale import LossScale
 from training.rank.model import DTYPES, cast_weights
 from training.rank.optim import build_optimizer, set_rate
+from training.rank.passes import Pass, Scores
 
 T = TypeVar("T")
+Score = Callable[[Sequence[Any]], Scores]
+"What the rows of one pass come to, by the model."
 
 
 class Parallel(Protocol):
@@ -36,17 +40,18 @@ class Parallel(Protocol):
     scratch: Path
     "A folder on a disk, where gathered tensors lie while they are written; the run directory."
     steps_by_engine: bool
-    "Gradients must go to `backward`: a trial of the model by itself would leave half of one behind."
+    "Gradients must go to its engine: a trial of the model by itself would leave half of one behind."
 
     def compute(self) -> AbstractContextManager[Any]:
-        """Where forward passes are made: sets the compute type."""
+        """Where a forward pass is made by itself: sets the compute type."""
 
-    def forward(self, work: Callable[[], T], *, last: bool) -> T:
-        """Make a forward pass whose loss goes to `backward`; `last` is that of its window."""
+    def train_passes(self, passes: Sequence[Pass[Any]], score: Score, weight: float) -> Iterator[Scores]:
+        """Make the passes that this rank has of a window; what each comes to, in their order. The gradient of the loss,
+        summed over all ranks and divided by `weight`, is left on the weights: after the last of them the whole of it.
+        """
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of a rank's part of the loss; with the `last` one of a window the gradients of all ranks are
-        summed."""
+    def score_passes(self, passes: Sequence[Pass[Any]], score: Score) -> Iterator[Scores]:
+        """What each pass comes to, without gradients."""
 
     def clip(self) -> Tensor:
         """The global norm of the gradients, the loss scale taken off; then they are clipped to `max_grad_norm`."""
@@ -102,11 +107,27 @@ class SingleDevice:
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[self._plan.precision])
 
+    def train_passes(self, passes: Sequence[Pass[Any]], score: Score, weight: float) -> Iterator[Scores]:
+        for number, part in enumerate(passes, 1):
+            last = number == len(passes)
+            scores = self.forward(partial(score, part.rows), last=last)
+            self.backward(scores.loss / weight * part.counts, last=last)
+            yield scores
+
+    def score_passes(self, passes: Sequence[Pass[Any]], score: Score) -> Iterator[Scores]:
+        for part in passes:
+            with torch.no_grad(), self.compute():
+                scores = score(part.rows)
+            yield scores
+
     def forward(self, work: Callable[[], T], *, last: bool) -> T:  # noqa: ARG002 - nothing is summed over ranks
+        """Make a forward pass whose loss goes to `backward`; `last` is that of its window."""
         with self.compute():
             return work()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:  # noqa: ARG002
+        """Add the gradient of a rank's part of the loss; with the `last` one of a window the gradients of all ranks are
+        summed."""
         (loss if self.loss_scale is None else loss * self.loss_scale.factor).backward()
 
     def clip(self) -> Tensor:

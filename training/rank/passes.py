@@ -1,8 +1,10 @@
 """Which rows of a window go through the model together, laid end to end, and on which rank."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
 
 
 class Sized(Protocol):
@@ -32,6 +34,14 @@ class Pass(Generic[Row]):
     rows: Sequence[Row]
     counts: bool = True
     "False where a rank makes it only because others make one: its loss, and so its gradient, is taken as 0."
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one pass: the summed loss, and sums that metrics are made of."""
+
+    loss: Tensor
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def make_passes(rows: Sequence[Row], limit: PassLimit) -> Iterator[Sequence[Row]]:

@@ -13,6 +13,10 @@ def build_parallel(model: nn.Module, plan: Plan, group: Group) -> Parallel:
         from training.rank.tensor import TensorParallel, TensorZero
 
         return TensorZero(model, plan, group) if plan.strategy == "zero1" else TensorParallel(model, plan, group)
+    if plan.pipeline > 1:
+        from training.rank.pipeline import Pipeline
+
+        return Pipeline(model, plan, group)
     match plan.strategy:
         case "ddp" if plan.expert > 1:
             from training.rank.expert_parallel import ExpertParallel

@@ -9,9 +9,10 @@ from torch import nn
 
 from training.rank.data import Prepared, Trained, prepare, prepare_texts, sequences_of
 from training.rank.loss import count_trained, make_batch, score
-from training.rank.objective import Scores, Sums, Window
+from training.rank.model import find_device
+from training.rank.objective import Sums, Window
 from training.rank.parallel import Parallel
-from training.rank.passes import PassLimit
+from training.rank.passes import PassLimit, Scores
 
 
 class _NextToken:
@@ -30,7 +31,7 @@ class _NextToken:
         return Window(self.weigh(examples))
 
     def score(self, model: nn.Module, examples: Sequence[Trained], window: Window) -> Scores:  # noqa: ARG002
-        loss, right = score(model, make_batch(sequences_of(examples), next(model.parameters()).device))
+        loss, right = score(model, make_batch(sequences_of(examples), find_device(model)))
         return Scores(loss, {"right": right})
 
     def make_metrics(self, sums: Sums, window: Window) -> dict[str, float]:  # noqa: ARG002 - the loss says it all

@@ -135,7 +135,12 @@ def _save_model(model: nn.Module, weights: dict[str, Tensor], source: Source, fo
 
 
 def _require_finite(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    trained = [(name, weights[name]) for name, weight in model.named_parameters() if weight.requires_grad]
+    # What another rank trains has a shape here, and no memory.
+    trained = [
+        (name, weights[name])
+        for name, weight in model.named_parameters()
+        if name in weights and (weight.requires_grad or weight.is_meta)
+    ]
     bad = [name for name, weight in trained if not torch.isfinite(weight).all()]
     if bad:
         raise TrainingError(

@@ -23,7 +23,9 @@ seen as 1e-1."""
 
 
 def on_ranks(body: dict[str, Any], ranks: int, strategy: str, **more: int) -> dict[str, Any]:
-    return {**body, "parallelism": {"strategy": strategy, "data": ranks, **more}}
+    """Or a pipeline of so many ranks."""
+    spread = {"pipeline": ranks} if strategy == "pipeline" else {"strategy": strategy, "data": ranks}
+    return {**body, "parallelism": {**spread, **more}}
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 SAME = [
     *(("ddp", job) for job in JOBS),
-    *(("fsdp", job) for job in ("lora with dropout", "full")),
+    *((strategy, job) for strategy in ("fsdp", "pipeline") for job in ("lora with dropout", "full")),
     *(("zero1", "full"), ("zero2", "lora with dropout"), ("zero3", "lora with dropout"), ("zero3", "full")),
 ]
 LAYOUTS = [
     *(("ddp", "none"), ("fsdp", "none"), ("none", "ddp"), ("none", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")),
     *(("zero2", "none"), ("zero2", "ddp"), ("zero3", "none"), ("none", "zero1"), ("ddp", "zero3")),
+    *(("pipeline", "none"), ("pipeline", "ddp"), ("none", "pipeline"), ("fsdp", "pipeline")),
 ]
 """Where a run is stopped, and where it goes on; `none` is one process, the others are two."""
 
@@ -92,7 +93,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_weights_and_moments(tmp_p
         bodies[kind] = make_job(tmp_path / kind, rows=9, adapter={"type": kind})
         assert train_here(tmp_path / kind / "one", bodies[kind]) == EXIT_FINISHED
     for kind, body in bodies.items():
-        for before in ("ddp", "fsdp", "zero2", "zero3"):
+        for before in ("ddp", "fsdp", "zero2", "zero3", "pipeline"):
             firsts.append(
                 Case(tmp_path / kind / f"half-{before}", on_ranks(body, 2, before), stop_rank=0, stop_check=9)
             )
@@ -121,7 +122,10 @@ def test_the_best_checkpoint_becomes_the_result(tmp_path: Path) -> None:
     for kind in ("lora", "full"):
         (tmp_path / kind).mkdir()
         bodies[kind] = make_job(tmp_path / kind, rows=9, adapter={"type": kind}, hyper=hyper)
-        cases += [Case(tmp_path / kind / name, on_ranks(bodies[kind], 2, name)) for name in ("fsdp", "zero2", "zero3")]
+        cases += [
+            Case(tmp_path / kind / name, on_ranks(bodies[kind], 2, name))
+            for name in ("fsdp", "zero2", "zero3", "pipeline")
+        ]
     assert train_on_ranks(tmp_path, 2, cases) == [[EXIT_FINISHED] * 2] * len(cases)
     for case in cases:
         result = "model" if (case.path / "model").exists() else "adapter"

@@ -19,6 +19,7 @@ STANDING = {"max_steps": 2, "n_epochs": "auto", "learning_rate": 1e-30}
 """A rate so small that no weight moves."""
 
 BAD_STEP = 5
+STRATEGIES = ("ddp", "fsdp", "pipeline")
 
 
 def make_worsening(folder: Path, **more: Any) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Made:
         cases = {}
         for job, body in jobs.items():
             self.codes[job, "one"] = [train_here(folder / job / "one", body)]
-            for strategy in ("ddp", "fsdp"):
+            for strategy in STRATEGIES:
                 cases[job, strategy] = Case(folder / job / strategy, on_ranks(body, 2, strategy))
         self.codes |= dict(zip(cases, train_on_ranks(folder, 2, list(cases.values())), strict=True))
 
@@ -79,7 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("made"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_rank_keeps_a_part_of_what_is_saved(strategy: str, made: Made) -> None:
     """Untrained, the result is the base, bit for bit: no weight is empty, cut, or another's."""
     assert made.codes["standing", strategy] == [EXIT_FINISHED] * 2
@@ -88,7 +89,7 @@ def test_no_rank_keeps_a_part_of_what_is_saved(strategy: str, made: Made) -> Non
     assert same_weights(folder / strategy / "checkpoints" / "step-00000002" / "model", folder / "base")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_full_fine_tune_in_16_bits_is_delivered_in_the_type_of_its_base(strategy: str, made: Made) -> None:
     """Checkpoints are in fp32. Rounding to bf16 as it computes takes the two apart by more than in fp32."""
     folder = made.folder / "16 bits"
@@ -101,7 +102,7 @@ def test_a_full_fine_tune_in_16_bits_is_delivered_in_the_type_of_its_base(strate
     assert {w.dtype for w in saved.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gradient_that_overflows_fp16_is_skipped_by_all(strategy: str, made: Made) -> None:
     folder = made.folder / "fp16"
     assert made.codes["fp16", strategy] == [EXIT_FINISHED] * 2
@@ -112,7 +113,7 @@ def test_a_gradient_that_overflows_fp16_is_skipped_by_all(strategy: str, made: M
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_early_stopping_gives_the_best_weights_bit_for_bit(strategy: str, kind: str, made: Made) -> None:
     job = f"worsening {kind}"
     path, one = made.folder / job / strategy, made.folder / job / "one"
@@ -126,7 +127,7 @@ def test_early_stopping_gives_the_best_weights_bit_for_bit(strategy: str, kind: 
 
 
 @pytest.mark.parametrize("action", ["skip", "rollback", "stop"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_agree_on_what_went_wrong_and_name_the_row(strategy: str, action: str, made: Made) -> None:
     """Only one of them has the row whose loss is not finite."""
     path, one = made.folder / action / strategy, made.folder / action / "one"
