@@ -1,7 +1,7 @@
 """What strategies that share the rows of a batch among ranks have in common."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,16 @@ class Passes(nn.Module):
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
+
+
+def fill_gradients(weights: Sequence[nn.Parameter], group: Group) -> list[nn.Parameter]:
+    """The weights that have a gradient on any of the ranks, with zeros on those where there is none: so they can be
+    summed. Of an expert that no token of any rank went to there is none, as on one device."""
+    used = group.total(torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32))
+    found = [weight for weight, ranks in zip(weights, used.tolist(), strict=True) if ranks]
+    for weight in found:
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    return found
 
 
 LARGE_BYTES = 2**20

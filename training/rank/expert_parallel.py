@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 
 from training.plan import Plan
-from training.rank.data_parallel import DataParallel, gather_each, put_each
+from training.rank.data_parallel import DataParallel, fill_gradients, gather_each, put_each
 from training.rank.experts import list_split
 from training.rank.group import Group, Ranks
 from training.rank.mesh import make_expert_mesh
@@ -66,13 +66,9 @@ class ExpertParallel(DataParallel):
         put_each(self.model, weights, lambda own, whole: own.copy_(self._cut_like(own, whole)))
 
     def _sum_gradients(self) -> None:
-        trained = list(self._trained.values())
-        used = self.group.total(torch.tensor([weight.grad is not None for weight in trained], dtype=torch.int32))
-        for weight, ranks in zip(trained, used.tolist(), strict=True):
-            if ranks:
-                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                if weight not in self._cuts or self._copies.ranks > 1:
-                    dist.all_reduce(weight.grad, group=self._keepers(weight))
+        for weight in fill_gradients(list(self._trained.values()), self.group):
+            if weight not in self._cuts or self._copies.ranks > 1:
+                dist.all_reduce(weight.grad, group=self._keepers(weight))
 
     def _keepers(self, weight: Tensor) -> dist.ProcessGroup | None:
         return self._copies.members if weight in self._cuts else None

@@ -16,7 +16,7 @@ from training.devices import count_stages, share_layers
 from training.errors import SpecError
 from training.plan import Plan
 from training.rank.data import sequences_of
-from training.rank.data_parallel import DataParallel, put_each, put_in_file
+from training.rank.data_parallel import DataParallel, fill_gradients, put_each, put_in_file
 from training.rank.group import Group, Ranks
 from training.rank.head import find_head
 from training.rank.loss import make_batch
@@ -98,6 +98,7 @@ class Pipeline(DataParallel):
         own = cuts[self._line.rank :: plan.pipeline]
         keep_own(model, own, torch.device(plan.device))
         super().__init__(model, plan, group, find_data_group(mesh))
+        self.random_rank = group.rank  # each has layers of its own
         parts = find_parts(model)
         self._stages = [Stage(cut, parts, self, handed) for cut in own]
         self._schedule: Any = None
@@ -194,14 +195,9 @@ class Pipeline(DataParallel):
         return [Scores(_double(loss), {name: _double(value) for name, value in sums.items()}) for loss, sums in told[0]]
 
     def _sum_gradients(self) -> None:
-        weights = list(self._trained.values())
         if self.data_ranks > 1:
-            # An expert that no token of any rank went to has none, as on one device.
-            used = self.data.total(torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32))
-            for weight, ranks in zip(weights, used.tolist(), strict=True):
-                if ranks:
-                    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                    dist.all_reduce(weight.grad, group=self.data.members)
+            for weight in fill_gradients(list(self._trained.values()), self.data):
+                dist.all_reduce(weight.grad, group=self.data.members)
         if self._tied is not None:
             dist.all_reduce(self._tied.grad, group=self._ends)
 

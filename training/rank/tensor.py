@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from training.errors import ModelError
 from training.plan import Plan
-from training.rank.data_parallel import DataParallel, gather_each, put_each
+from training.rank.data_parallel import DataParallel, fill_gradients, gather_each, put_each
 from training.rank.group import Group, Ranks
 from training.rank.mesh import find_data_group, make_mesh
 from training.rank.optim import build_optimizer
@@ -73,12 +73,7 @@ class TensorParallel(DataParallel):
             self._require_same_gradients()
         if self.data.ranks == 1:
             return
-        parts = list(self._trained.values())
-        # Of an expert that no token went to there is none; another rank may have had one.
-        used = self.data.total(torch.tensor([weight.grad is not None for weight in parts], dtype=torch.int32))
-        parts = [weight for weight, times in zip(parts, used.tolist(), strict=True) if times]
-        for weight in parts:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        parts = fill_gradients(list(self._trained.values()), self.data)
         for some in _cut_list([weight.grad for weight in parts if weight.grad is not None]):
             _put_back(some, self.data.total(torch.cat([gradient.flatten() for gradient in some])))
 
