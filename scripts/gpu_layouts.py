@@ -70,9 +70,10 @@ EXPERTS = {
 HYPER = {"batch_size": 8, "micro_batch_size": 1}
 """Two passes on each of 4 ranks."""
 LORA, QLORA, FULL = {"type": "lora", "r": 8}, {"type": "qlora", "r": 8}, {"type": "full"}
-TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, 1e-1)}
+TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 5e-2)}
 """Of the loss and the gradient norm, relative to one device in the same format. On the CPU rounding is seen as up to
-1e-6 and 5e-6 in fp32; a wrong divisor as 1e-1, a head that lost its tie to the embeddings as 2e-3."""
+1e-6 and 5e-6 in fp32, 8e-5 and 4e-4 in bf16; a wrong divisor as 1e-1, a head that lost its tie to the embeddings as
+2e-3."""
 WEIGHTS_TOLERANCE = 2e-3
 """Of the weights in fp32, relative to the largest. In bf16 they are told only: Adam makes steps of what rounding leaves
 of small gradients, as large as any."""
