@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
-from training.errors import ModelError
+from training.errors import ModelError, SpecError
 from training.rank.model import get_base
 from training.rank.tensor_plan import BY_INPUTS, BY_OUTPUTS, PARTIAL, SPLITTING, any_layer, style_of
 
@@ -23,11 +23,16 @@ def cut(model: nn.Module, ranks: DeviceMesh, device: torch.device) -> None:
     model is whole on the host, with its adapters, and the same on all ranks.
 
     Raises:
+        SpecError: a tied head is to be trained whole beside an adapter.
         ModelError: a weight stands in two places that are split otherwise.
     """
     base: Any = get_base(model)
     plan = base.tp_plan
     tied = _list_tied(model)
+    if any("modules_to_save" in name for names in tied for name in names):
+        param = "adapter.modules_to_save"
+        message = f'{param}: a head that is tied to the embeddings is not split when it is saved; "fsdp" trains it'
+        raise SpecError(f"{message}, with parallelism.tensor left out", param=param)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(base.named_modules()):
         for part, style in _list_parts(module, plan.get(any_layer(name))):

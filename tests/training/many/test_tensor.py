@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -23,11 +24,12 @@ from tests.training.tiny_runs import (
     weights_of,
     without_times,
 )
+from training.errors import SpecError
 from training.rank.group import Ranks
 from training.rank.run import run
 from training.rank.stop import Stop
 from training.rank.tensor import TensorZero, find_unlike
-from training.rank.tensor_cut import local_part
+from training.rank.tensor_cut import cut, local_part
 from training.rank.tensor_plan import find_sizes
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
 
@@ -230,6 +232,14 @@ def test_a_family_without_a_plan_and_heads_that_do_not_divide_are_refused(
     failed = last_event(run_dir.path).data
     assert failed["param"] == "parallelism.tensor"
     assert said in failed["message"]
+
+
+def test_a_tied_head_that_is_trained_whole_beside_an_adapter_is_refused() -> None:
+    adapter = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], ensure_weight_tying=True)
+    model = get_peft_model(make_model(tied=True), adapter)
+    with pytest.raises(SpecError, match='"fsdp" trains it') as refused:
+        cut(model, None, torch.device("cpu"))  # type: ignore[arg-type]  # before it meets others
+    assert refused.value.param == "adapter.modules_to_save"
 
 
 @pytest.mark.parametrize(
