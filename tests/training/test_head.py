@@ -101,6 +101,19 @@ def test_in_fp16_small_gradients_are_not_lost() -> None:
     assert float(error.median()) < 0.05
 
 
+def test_in_fp16_the_gradient_of_a_trained_head_stays_finite() -> None:
+    """One token follows everywhere, after states as large as norms make them: its row of the gradient is the sum of all
+    of these, which no loss scale could bring back once it is infinite."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, 300, bias=False)
+    hidden, targets = (torch.randn(600, 16) + 3).requires_grad_(), torch.full((600,), 7)
+    exact = grads_of(functional.cross_entropy(head(hidden), targets, reduction="sum"), hidden, head)
+    with torch.autocast("cpu", torch.float16):
+        loss, _ = sum_losses(hidden, targets, head)
+    for got, want in zip(grads_of(loss, hidden, head), exact, strict=True):
+        assert float((got - want).norm() / want.norm()) < 1e-2
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_passes_through_a_model_is_what_its_head_takes(family: str, tied: bool) -> None:

@@ -16,7 +16,7 @@ from tests.tiny import make_plan
 from training.automatic import make_decay_steps
 from training.errors import SpecError
 from training.rank.optim import build_optimizer, learning_rate_at
-from training.rank.parallel import SingleDevice
+from training.rank.parallel import SingleDevice, find_norm
 from training.spec import Hyperparameters, parse_spec
 
 SCHEDULES = {
@@ -127,3 +127,12 @@ def test_the_norm_is_told_as_before_clipping_and_zero_turns_clipping_off(limit: 
     assert float(parallel.clip()) == pytest.approx(5.0)
     after = torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm()
     assert float(after) == pytest.approx(1.0 if clipped else 5.0, rel=1e-4)
+
+
+def test_the_norm_of_many_numbers_is_that_of_fp64() -> None:
+    """An embedding of 50,000 words has 30 million; clipping goes by it."""
+    torch.manual_seed(0)
+    many, few = torch.randn(3000, 2000) * 1e-3, torch.randn(7)
+    exact = torch.cat([many.double().flatten(), few.double()]).square().sum().sqrt()
+    assert float(find_norm([many, few])) == pytest.approx(float(exact), rel=1e-6)
+    assert float(find_norm([])) == 0

@@ -48,8 +48,10 @@ class Fsdp(DataParallel):
             setattr(self.model.get_submodule(holder), own, buffer)
 
     def _find_norm(self, gradients: list[Tensor]) -> Tensor:
-        norm = super()._find_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        parts = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        of_parts, of_whole = (super(Fsdp, self)._find_norm(some).to(self.device) ** 2 for some in (parts, whole))
+        return (self.data.total(of_parts) + of_whole).sqrt()
 
     def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         return {

@@ -1,6 +1,7 @@
 """The output head and the cross-entropy, some tokens at a time: the logits of a whole pass, by far the largest tensor
 of a small model, never exist."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -102,9 +103,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: nn.Module, summed: bool, *weights: Tensor) -> Any:
-        device = hidden.device.type
-        is_fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-        ctx.factor, ctx.summed = FP16_FACTOR if is_fp16 else 1.0, summed
+        ctx.factor, ctx.summed = _find_factor(hidden, is_trained(head), _count_rows(hidden, head)), summed
         of_weights = [torch.zeros_like(weight) for weight in weights]
         of_hidden, losses, right, own = [], [], targets.new_zeros(()), _find_part(head)
         for some, wanted in _cut(hidden, targets, head):
@@ -134,11 +133,28 @@ class _Losses(torch.autograd.Function):
         return of_hidden, None, None, None, *(total * scale for total in of_weights)
 
 
-def _cut(hidden: Tensor, targets: Tensor, head: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+def _find_factor(hidden: Tensor, trained: bool, rows: int) -> float:
+    """What gradients of logits are multiplied by meanwhile, a power of 2. That of a trained head is a sum over `rows`
+    tokens, which has to stay within fp16: half of 65504 at most."""
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.float16:
+        return 1.0
+    most = min(rows, len(hidden)) * float(hidden.abs().amax()) if trained and len(hidden) else 0.0
+    if not 0 < most < math.inf:
+        return FP16_FACTOR
+    return float(min(FP16_FACTOR, 2.0 ** math.floor(math.log2(2**15 / most))))
+
+
+def _count_rows(hidden: Tensor, head: nn.Module) -> int:
+    """As many as there are logits of at once."""
     vocabulary = max(max(weight.shape) for weight in head.parameters())
     rows = max(1, CHUNK_BYTES[hidden.device.type] // (4 * vocabulary))
     # The gradient of a trained head is as large as itself, and added up each time.
-    rows = 4 * rows if is_trained(head) else rows
+    return 4 * rows if is_trained(head) else rows
+
+
+def _cut(hidden: Tensor, targets: Tensor, head: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = _count_rows(hidden, head)
     return zip(hidden.split(rows), targets.split(rows), strict=True)
 
 
