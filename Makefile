@@ -55,6 +55,10 @@ else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
+.PHONY: test-all
+test-all: export TEST_ALL = 1
+test-all: test ## Run all tests, and every job with every strategy of several ranks (twice the time)
+
 .PHONY: check
 check: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check

@@ -17,6 +17,9 @@ ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 TRAINING = Path(__file__).with_name("train_all.py")
 
+ALL = os.environ.get("TEST_ALL") == "1"
+"""`make test-all`: every job with every strategy, and not one of each kind. It takes twice the time."""
+
 LOSS, NORM, WEIGHTS = 1e-6, 5e-6, 2e-4
 """How far rounding takes two ranks from one, relative, and for weights to the largest of them. A wrong divisor is
 seen as 1e-1."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.training.many.ranks import (
+    ALL,
     ENVIRONMENT,
     WEIGHTS,
     Case,
@@ -43,6 +44,7 @@ from training.rundir import (
 
 # The first test of a launch waits for all runs of it.
 pytestmark = pytest.mark.timeout(900)
+in_test_all = pytest.mark.skipif(not ALL, reason="takes long: make test-all")
 
 STRATEGIES = {"lora with dropout": ("ddp", {"dropout": 0.3}), "full": ("fsdp", {"type": "full"})}
 
@@ -198,6 +200,7 @@ def start(
                 process.communicate()
 
 
+@in_test_all
 def test_two_hosts_train_from_the_command_line_and_finish(tmp_path: Path) -> None:
     body = make_job(tmp_path, rows=9)
     assert train_here(tmp_path / "one", body) == EXIT_FINISHED
@@ -251,6 +254,7 @@ def test_a_node_that_dies_ends_the_others_within_seconds_and_is_named(tmp_path: 
         assert not any(lives(pid) for pid in pids_of(started.path))
 
 
+@in_test_all
 def test_where_node_0_dies_the_others_end_and_say_so(tmp_path: Path) -> None:
     body = on_nodes(make_job(tmp_path, rows=9, hyper=LONG), 2, 2, "ddp")
     with start(tmp_path, body) as started:
@@ -329,6 +333,7 @@ def two_networks() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+@in_test_all
 def test_hosts_that_are_cut_off_from_each_other_both_end(tmp_path: Path, two_networks: list[str]) -> None:
     """As where one loses its power: no connection is closed. They found each other through their own interfaces."""
     body = on_nodes(make_job(tmp_path, rows=9, hyper=LONG), 2, 2, "ddp")
