@@ -207,6 +207,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
     if plan.context > 1:
         _share_passes(parallel, plan.context)
     limit = _make_pass_limit(this, parallel, plan, inputs)
+    parallel.drop_gradients()  # which an engine may have kept of the trials
     if plan.device == "cuda":
         _require_same_bits(this, parallel, limit)
     return Run(

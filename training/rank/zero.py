@@ -141,6 +141,14 @@ class ZeroWeights(Zero):
         if plan.quantised_parameters:
             move_scales(model, self.device)
 
+    def drop_gradients(self) -> None:
+        # Experts keep one whenever a gradient passes by them, in a trial of the model too.
+        for weight in self._trained.values():
+            weight.grad = None
+        super().drop_gradients()
+        for bucket in self._partitions.ipg_buckets.values():
+            bucket.clear_params()
+
     def gather_weights(self) -> dict[str, Tensor]:
         return gather_each(self.model, self.group, self._gather)
 
