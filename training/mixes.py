@@ -204,14 +204,14 @@ def _require_units(layout: Layout, model: ModelFacts) -> None:
     if model.tensor_units == 1:
         message = f"{param}: there is no plan for how to split the layers of {model.family}; leave it out, {instead}"
         raise SpecError(message, param=param)
+    if model.stacked_parameters:
+        message = f'{param}: adapters of experts in stacks are not split; "ddp" and "fsdp" train them, with tensor 1'
+        raise SpecError(message, param=param)
     if model.tensor_units % layout.tensor:
         sizes = [size for size in range(2, min(model.tensor_units, 1024) + 1) if model.tensor_units % size == 0]
         listed = ", ".join(map(str, sizes))
         message = f"{param}: the heads and widths of this model are not divisible by {layout.tensor}; {listed} would do"
         raise SpecError(f"{message}, and {instead}", param=param)
-    if model.stacked_parameters:
-        message = f'{param}: adapters of experts in stacks are not split; "ddp" and "fsdp" train them, with tensor 1'
-        raise SpecError(message, param=param)
 
 
 def _require_experts(layout: Layout, model: ModelFacts) -> None:

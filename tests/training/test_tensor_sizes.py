@@ -38,7 +38,7 @@ def test_what_split_matrices_do_not_take_is_refused_with_what_works(
     [
         ({"tensor_units": 1}, 'no plan for how to split the layers of llama; leave it out, strategy "fsdp"'),
         ({"tensor_units": 6}, 'not divisible by 4; 2, 3, 6 would do, and strategy "fsdp"'),
-        ({"tensor_units": 4, "stacked_parameters": 8}, 'experts in stacks are not split; "ddp" and "fsdp" train them'),
+        ({"tensor_units": 6, "stacked_parameters": 8}, 'experts in stacks are not split; "ddp" and "fsdp" train them'),
     ],
 )
 def test_a_model_that_cannot_be_split_so_is_refused_with_the_sizes_that_can(facts: dict[str, Any], words: str) -> None:
