@@ -12,7 +12,7 @@ from training.adapter import Adapter
 from training.errors import ModelError, SpecError
 from training.rank.data import Trained, sequences_of
 from training.rank.failure import explain
-from training.rank.loss import NO_LABEL, Batch, begin_of, compute_logits, count_trained, cut_batch, make_batch
+from training.rank.loss import NO_LABEL, Batch, compute_logits, count_trained, cut_batch, make_batch
 from training.rank.model import forward_names, get_base
 from training.rank.passes import PassLimit, make_passes
 from training.rank.sieve import Example
@@ -128,7 +128,8 @@ def can_be_cut(model: nn.Module, device: torch.device, ranks: int) -> bool:
     try:
         whole = make_batch([_probe(3, 4 * ranks + 1), _probe(19, 3 * ranks + 2)], device)
         piece = cut_batch(model, whole)
-        own = torch.isin(whole.kept, piece.kept + begin_of(piece))
+        begin = 0 if piece.split is None else piece.split.begin
+        own = torch.isin(whole.kept, piece.kept + begin)
         alone = compute_logits(model, whole)[own]
         cut = compute_logits(model, piece)
     except Exception:  # its attention does not take it, each family in its own way

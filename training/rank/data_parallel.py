@@ -54,6 +54,11 @@ class Passes(nn.Module):
         return work()
 
 
+def local_part(weight: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 def fill_gradients(weights: Sequence[nn.Parameter], group: Group) -> list[nn.Parameter]:
     """The weights that have a gradient on any of the ranks, with zeros on those where there is none: so they can be
     summed. Of an expert that no token of any rank went to there is none, as on one device."""

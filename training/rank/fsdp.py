@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.plan import Plan
-from training.rank.data_parallel import DataParallel, gather_each, put_each
+from training.rank.data_parallel import DataParallel, gather_each, local_part, put_each
 from training.rank.group import Group
 from training.rank.model import get_base
 from training.rank.quantised import move_scales
@@ -48,10 +48,8 @@ class Fsdp(DataParallel):
             setattr(self.model.get_submodule(holder), own, buffer)
 
     def _find_norm(self, gradients: list[Tensor]) -> Tensor:
-        parts = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
-        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-        of_parts, of_whole = (super(Fsdp, self)._find_norm(some).to(self.device) ** 2 for some in (parts, whole))
-        return (self.data.total(of_parts) + of_whole).sqrt()
+        of_parts = super()._find_norm([local_part(gradient) for gradient in gradients])  # all are split
+        return self.data.total(of_parts.to(self.device) ** 2).sqrt()
 
     def _whole(self, name: str, moments: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         return {

@@ -82,21 +82,17 @@ def cut_batch(model: nn.Module, batch: Batch) -> Batch:
     members = find_members(get_base(model))
     if members is None:
         return batch
-    ids, positions, split, begin = cut_pass(batch.input_ids, batch.position_ids, members)
-    own = (batch.kept >= begin) & (batch.kept < begin + ids.shape[1])
+    ids, positions, split = cut_pass(batch.input_ids, batch.position_ids, members)
+    kept = batch.kept - split.begin
+    own = (kept >= 0) & (kept < ids.shape[1])
     return replace(
         batch,
         input_ids=ids,
         position_ids=positions,
-        kept=batch.kept[own] - begin,
+        kept=kept[own],
         targets=batch.targets[own],
         split=split,
     )
-
-
-def begin_of(piece: Batch) -> int:
-    """The place in the pass at which a piece begins."""
-    return 0 if piece.split is None else piece.split.members.rank * piece.input_ids.shape[1]
 
 
 def log_probabilities(model: nn.Module, examples: Sequence[Example], rows_per_pass: int) -> Tensor:

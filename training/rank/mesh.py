@@ -1,13 +1,11 @@
 """Where a rank stands where more than the rows of a batch is shared among the ranks."""
 
 from collections.abc import Mapping
-from datetime import timedelta
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from training.plan import Plan
-from training.rank.group import Ranks, find_timeout_s
+from training.rank.group import Ranks
 
 AXES = ("data", "pipeline", "tensor")
 """From the outermost: those that exchange most are neighbours, and so on one host."""
@@ -29,7 +27,4 @@ def find_data_group(mesh: DeviceMesh) -> Ranks:
 
 
 def _make_mesh(device: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for axis in sizes:  # its groups do not take the timeout of the whole
-        _set_pg_timeout(timedelta(seconds=find_timeout_s()), mesh.get_group(axis))
-    return mesh
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

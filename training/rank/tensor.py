@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from training.errors import ModelError
 from training.plan import Plan
-from training.rank.data_parallel import DataParallel, fill_gradients, gather_each, put_each
+from training.rank.data_parallel import DataParallel, fill_gradients, gather_each, local_part, put_each
 from training.rank.group import Group, Ranks
 from training.rank.mesh import find_data_group, make_mesh
 from training.rank.optim import build_optimizer
 from training.rank.parallel import SingleDevice
-from training.rank.tensor_cut import cast_parts, cut, cut_like, is_cut, local_part
+from training.rank.tensor_cut import cast_parts, cut, cut_like, is_cut
 
 BUCKET_NUMBERS = 2**25
 """Gradients or weights that are exchanged at once; the copy of them is there meanwhile."""

@@ -71,10 +71,6 @@ def cast_parts(model: nn.Module, dtype: torch.dtype) -> None:
             module.register_parameter(name, made[weight])
 
 
-def local_part(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
 def is_cut(weight: Tensor) -> bool:
     """Whether other ranks have other parts of it."""
     return isinstance(weight, DTensor) and not all(place.is_replicate() for place in weight.placements)

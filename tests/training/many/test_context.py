@@ -86,7 +86,7 @@ class FakeRanks:
 def test_pieces_laid_end_to_end_are_the_pass_with_a_row_that_fills_it_up() -> None:
     ids, positions = torch.arange(10, 20).unsqueeze(0), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]])
     cut = [cut_pass(ids, positions, FakeRanks(rank)) for rank in range(4)]  # type: ignore[arg-type]
-    assert [begin for *_, begin in cut] == [0, 3, 6, 9]
+    assert [split.begin for *_, split in cut] == [0, 3, 6, 9]
     assert torch.equal(torch.cat([piece for piece, *_ in cut], 1), torch.tensor([[*range(10, 20), 0, 0]]))
-    assert torch.equal(torch.cat([places for _, places, *_ in cut], 1)[0, :10], positions[0])
-    assert {tuple(split.row_tokens) for _, _, split, _ in cut} == {(3, 7, 2)}
+    assert torch.equal(torch.cat([places for _, places, _ in cut], 1)[0, :10], positions[0])
+    assert {tuple(split.row_tokens) for *_, split in cut} == {(3, 7, 2)}

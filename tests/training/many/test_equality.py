@@ -14,7 +14,7 @@ from tests.training.many.ranks import ALL, Case, assert_same_training, find_diff
 from tests.training.tiny_runs import curve_of, events_of, in_double, make_job, read_json, train_here, weights_of
 from training.rundir import EXIT_FINISHED
 
-# The first test of a launch waits for all runs of it; on a new machine DeepSpeed builds an operation first.
+# The first test of a launch waits for all runs of it.
 pytestmark = pytest.mark.timeout(900)
 
 HYPER = {"n_epochs": "auto", "max_steps": 20, "eval_steps": 5, "save_steps": 10}

@@ -12,7 +12,7 @@ from tests.training.many.ranks import Case, assert_same_training, on_ranks, trai
 from tests.training.tiny_runs import curve_of, events_of, last_event, make_job, same_weights, train_here, without_times
 from training.rundir import EXIT_FINISHED, EXIT_STOPPED, step_of
 
-# The first test of a launch waits for all runs of it; on a new machine DeepSpeed builds an operation first.
+# The first test of a launch waits for all runs of it.
 pytestmark = pytest.mark.timeout(900)
 
 JOBS: dict[str, dict[str, Any]] = {

@@ -25,11 +25,12 @@ from tests.training.tiny_runs import (
     without_times,
 )
 from training.errors import SpecError
+from training.rank.data_parallel import local_part
 from training.rank.group import Ranks
 from training.rank.run import run
 from training.rank.stop import Stop
 from training.rank.tensor import TensorZero, find_unlike
-from training.rank.tensor_cut import cut, local_part
+from training.rank.tensor_cut import cut
 from training.rank.tensor_plan import find_sizes
 from training.rundir import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RunDir, write_json
 

@@ -12,7 +12,7 @@ from tests.training.tiny_runs import events_of, last_event, make_job, read_json,
 from training.rank.order import make_order
 from training.rundir import EXIT_FAILED, EXIT_FINISHED
 
-# The first test of a launch waits for all runs of it; on a new machine DeepSpeed builds an operation first.
+# The first test of a launch waits for all runs of it.
 pytestmark = pytest.mark.timeout(900)
 
 STANDING = {"max_steps": 2, "n_epochs": "auto", "learning_rate": 1e-30}
