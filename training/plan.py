@@ -14,7 +14,7 @@ from training.automatic import (
     make_save_total_limit,
     make_warmup_steps,
 )
-from training.devices import SHARDS_STATES, Offload, Schedule, Strategy
+from training.devices import SHARDS_STATES, Layout, Offload, Schedule, Strategy
 from training.errors import SpecError
 from training.facts import Counts, DataFacts, Fact, ModelFacts
 from training.fields import Auto
@@ -400,17 +400,8 @@ def _asked_checkpointing(spec: JobSpec) -> bool | Auto:
 
 def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool | Auto:
     asked = spec.activation_offloading
-    if spec.layout.tensor > 1 and asked == "auto":
-        why["activation_offloading"] = "not together with parallelism.tensor"
-        return False
-    if spec.layout.strategy in SHARDS_STATES and asked == "auto":
-        why["activation_offloading"] = f"not together with {spec.layout.strategy}, which moves tensors by itself"
-        return False
-    if spec.layout.pipeline > 1 and asked == "auto":
-        why["activation_offloading"] = "not together with a pipeline, where several passes are under way at once"
-        return False
-    if spec.layout.expert > 1 and asked == "auto":
-        why["activation_offloading"] = "not together with experts that are split"
+    if asked == "auto" and (reason := _lack_for_offloading(spec.layout)):
+        why["activation_offloading"] = f"not together with {reason}"
         return False
     if device == "cuda" or asked is False:
         return asked
@@ -420,6 +411,17 @@ def _asked_offloading(spec: JobSpec, device: str, why: dict[str, str]) -> bool |
         raise SpecError(message, param=param)
     why["activation_offloading"] = "on a CPU activations are in the host's memory anyway"
     return False
+
+
+def _lack_for_offloading(layout: Layout) -> str | None:
+    """What it does not go together with; asked for, it is refused (mixes.py)."""
+    if layout.tensor > 1:
+        return "parallelism.tensor"
+    if layout.strategy in SHARDS_STATES:
+        return f"{layout.strategy}, which moves tensors by itself"
+    if layout.pipeline > 1:
+        return "a pipeline, where several passes are under way at once"
+    return "experts that are split" if layout.expert > 1 else None
 
 
 def _given_micro(asked: Hyperparameters, batch: int) -> int | None:
