@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,21 @@ class Inputs:
     training: Prepared
     validation: Prepared | None
     start: Start | None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of everything that decides what a run comes to, wherever it runs: a checkpoint fits only its own
+        run. All files are read for it."""
+        spec = self.spec
+        files = [spec.training_file, *([spec.validation_file] if spec.validation_file else [])]
+        parts = [
+            {name: value for name, value in make_lasting(spec).items() if name not in PATHS},
+            self.source.digest,
+            [file_sha256(file) for file in list_tokenizer_files(self.source.folder)],
+            [file_sha256(Path(file)) for file in files],
+            *([self.start.digest] if self.start else []),
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def load_inputs(spec: JobSpec, *, base_name: str | None = None, weights: bool) -> Inputs:
@@ -95,20 +111,6 @@ def make_data_facts(inputs: Inputs) -> DataFacts:
         squared_tokens=sum(sum(map(used_tokens, sequence)) ** 2 for sequence in sequences),
         squared_row_tokens=sum(length**2 for length in used),
     )
-
-
-def make_fingerprint(inputs: Inputs) -> str:
-    """A digest of everything that decides what a run comes to, wherever it runs: a checkpoint fits only its own run."""
-    spec = inputs.spec
-    files = [spec.training_file, *([spec.validation_file] if spec.validation_file else [])]
-    parts = [
-        {name: value for name, value in make_lasting(spec).items() if name not in PATHS},
-        inputs.source.digest,
-        [file_sha256(file) for file in list_tokenizer_files(inputs.source.folder)],
-        [file_sha256(Path(file)) for file in files],
-        *([inputs.start.digest] if inputs.start else []),
-    ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _prepare(objective: Objective, param: str, file: str, tokenizer: Any, max_seq_len: int) -> Prepared:

@@ -35,7 +35,7 @@ from training.rank.early_stopping import patience_is_out
 from training.rank.failure import explain, tell_torchrun
 from training.rank.group import Alone, Group, find_rank, join_group
 from training.rank.head import find_head
-from training.rank.inputs import Inputs, load_inputs, make_data_facts, make_fingerprint
+from training.rank.inputs import Inputs, load_inputs, make_data_facts
 from training.rank.lock import lock
 from training.rank.loop import Run, train
 from training.rank.model import DTYPES, base_dtype, build_model, get_base, make_facts
@@ -143,7 +143,7 @@ def _require_same_inputs(group: Group, inputs: Inputs) -> None:
     """Raises DataError where the files of another node are others."""
     if inputs.spec.layout.nodes == 1:
         return
-    digests = group.gather(make_fingerprint(inputs))
+    digests = group.gather(inputs.fingerprint)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         node = other // inputs.spec.layout.local_ranks
@@ -173,7 +173,7 @@ def _build(this: Attempt, inputs: Inputs, plan: Plan, group: Group, workload: Wo
     """The model on its device and all around it, as at the start or as the checkpoint left it."""
     checkpoints = Checkpoints(
         this.run_dir,
-        make_fingerprint(inputs),
+        inputs.fingerprint,
         this.number,
         inputs.tokenizer,
         inputs.source,

@@ -10,8 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from tests.training.tiny_runs import curve_of, weights_of
-from training.rundir import RunDir, write_json
+from training.rundir import RunDir, checkpoint_name, write_json
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -136,6 +139,29 @@ def find_difference(one: Path, other: Path) -> float:
     assert {name: (w.shape, w.dtype) for name, w in a.items()} == {name: (w.shape, w.dtype) for name, w in b.items()}
     largest = max(float(weight.abs().max()) for weight in b.values())
     return max(float((a[name] - b[name]).abs().max()) for name in b) / largest
+
+
+def assert_same_digits(path: Path, want: Path) -> None:
+    """As `assert_same_training`, of runs in 64 bits: nothing is divided, counted or left out otherwise."""
+    got_curve, want_curve = curve_of(path, with_flops=False), curve_of(want, with_flops=False)
+    assert got_curve.keys() == want_curve.keys()
+    for place, data in want_curve.items():
+        assert got_curve[place] == pytest.approx(data, rel=1e-12, abs=1e-15), place
+    result = name_result(want)
+    assert {weight.dtype for weight in weights_of(want / result).values()} == {torch.float64}
+    assert find_difference(path / result, want / result) < 1e-12
+
+
+def assert_whole_checkpoints(path: Path, want: Path, steps: Sequence[int]) -> None:
+    """They hold all weights of a result."""
+    result = name_result(want)
+    for step in steps:
+        saved = path / "checkpoints" / checkpoint_name(step) / result
+        assert weights_of(saved).keys() == weights_of(want / result).keys()
+
+
+def name_result(path: Path) -> str:
+    return "model" if (path / "model").exists() else "adapter"
 
 
 def without_weights(folder: Path) -> dict[str, bytes]:

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.training.many.ranks import ALL, Case, assert_same_training, find_difference, on_ranks, train_on_ranks
-from tests.training.tiny_runs import curve_of, events_of, in_double, make_job, read_json, train_here, weights_of
+from tests.training.many.ranks import (
+    ALL,
+    Case,
+    assert_same_digits,
+    assert_same_training,
+    assert_whole_checkpoints,
+    name_result,
+    on_ranks,
+    train_on_ranks,
+)
+from tests.training.tiny_runs import events_of, in_double, make_job, read_json, train_here, weights_of
 from training.rundir import EXIT_FINISHED
 
 # The first test of a launch waits for all runs of it.
@@ -162,22 +170,13 @@ def test_ranks_compute_what_one_process_computes(strategy: str, ranks: int, job:
     plan = read_json(many / "plan.json")
     assert (plan["strategy"], plan["ranks"], plan["data"]) == (strategy, ranks, ranks)
     assert_same_training(many, one, apart=limits)
-    for step in ("step-00000010", "step-00000020"):
-        result = "model" if (one / "model").exists() else "adapter"
-        assert weights_of(many / "checkpoints" / step / result).keys() == weights_of(one / result).keys()
+    assert_whole_checkpoints(many, one, (10, 20))
 
 
 @pytest.mark.parametrize(("strategy", "job"), DOUBLE)
 def test_in_64_bits_ranks_compute_the_same_to_the_last_digits(strategy: str, job: str, runs: Runs) -> None:
     """What is left in 32 bits is rounding: nothing is divided, counted or left out otherwise than in one process."""
-    many, one = runs.many(strategy, 2, job, double=True), runs.one(job, double=True)
-    got, want = curve_of(many, with_flops=False), curve_of(one, with_flops=False)
-    assert got.keys() == want.keys()
-    for place, data in want.items():
-        assert got[place] == pytest.approx(data, rel=1e-12, abs=1e-15), place
-    result = "model" if (one / "model").exists() else "adapter"
-    assert {weight.dtype for weight in weights_of(one / result).values()} == {torch.float64}
-    assert find_difference(many / result, one / result) < 1e-12
+    assert_same_digits(runs.many(strategy, 2, job, double=True), runs.one(job, double=True))
 
 
 @pytest.mark.parametrize(("strategy", "job"), SIXTEEN_BITS)
@@ -191,7 +190,7 @@ def test_in_16_bits_ranks_compute_the_same_but_for_rounding(strategy: str, job: 
             assert ours[name] == pytest.approx(theirs[name], rel=limit), (step, name)
         # Each rank's loss is multiplied by their number, for gradients are averaged: fp16 overflows so much earlier.
         assert theirs.get("loss_scale", 1) / ours.get("loss_scale", 1) in (1, 2)
-    result = "model" if (one / "model").exists() else "adapter"
+    result = name_result(one)
     assert {name: (weight.shape, weight.dtype) for name, weight in weights_of(many / result).items()} == {
         name: (weight.shape, weight.dtype) for name, weight in weights_of(one / result).items()
     }

@@ -11,10 +11,16 @@ import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.tiny import make_config, make_tokenizer
-from tests.training.many.ranks import Case, assert_same_training, find_difference, train_on_ranks
+from tests.training.many.ranks import (
+    Case,
+    assert_same_digits,
+    assert_same_training,
+    assert_whole_checkpoints,
+    name_result,
+    train_on_ranks,
+)
 from tests.training.many.test_ends import start
 from tests.training.tiny_runs import (
-    curve_of,
     events_of,
     in_double,
     last_event,
@@ -131,23 +137,14 @@ def test_a_pipeline_computes_what_one_process_computes(data: int, schedule: str,
     plan = read_json(many / "plan.json")
     assert (plan["ranks"], plan["data"], plan["pipeline"], plan["schedule"]) == (2 * data, data, 2, schedule)
     assert_same_training(many, one)
-    result = "model" if (one / "model").exists() else "adapter"
-    for step in ("step-00000004", "step-00000008"):
-        assert weights_of(many / "checkpoints" / step / result).keys() == weights_of(one / result).keys()
+    assert_whole_checkpoints(many, one, (4, 8))
 
 
 @pytest.mark.parametrize(("data", "schedule", "job"), DOUBLE)
 def test_in_64_bits_a_pipeline_computes_the_same_to_the_last_digits(
     data: int, schedule: str, job: str, runs: Runs
 ) -> None:
-    many, one = runs.many(data, schedule, job, double=True), runs.one(job, double=True)
-    got, want = curve_of(many, with_flops=False), curve_of(one, with_flops=False)
-    assert got.keys() == want.keys()
-    for place, data in want.items():
-        assert got[place] == pytest.approx(data, rel=1e-12, abs=1e-15), place
-    result = "model" if (one / "model").exists() else "adapter"
-    assert {weight.dtype for weight in weights_of(one / result).values()} == {torch.float64}
-    assert find_difference(many / result, one / result) < 1e-12
+    assert_same_digits(runs.many(data, schedule, job, double=True), runs.one(job, double=True))
 
 
 @pytest.mark.parametrize("job", SIXTEEN_BITS)
@@ -160,7 +157,7 @@ def test_in_16_bits_a_pipeline_computes_the_same_but_for_rounding(job: str, runs
         for name in ("train_loss", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=limit), (step, name)
         assert theirs.get("loss_scale") == ours.get("loss_scale")
-    result = "model" if (one / "model").exists() else "adapter"
+    result = name_result(one)
     assert {name: (weight.shape, weight.dtype) for name, weight in weights_of(many / result).items()} == {
         name: (weight.shape, weight.dtype) for name, weight in weights_of(one / result).items()
     }
